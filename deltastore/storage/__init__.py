@@ -1,0 +1,1 @@
+"""Objects in one bucket: this floor knows bytes and keys, never weights."""
