@@ -1,0 +1,255 @@
+"""A worker that guesses a missing setting trains the wrong run: its settings are one checked file.
+
+The file is JSON and holds no secret: where one is needed it names the environment variable that
+carries it. Unknown, missing and mistyped fields are refused by name. Nothing here reads the
+environment or imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from deltastore.config import require
+from deltastore.errors import InvalidInputError, Kind
+from deltastore.ids import check_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_T = TypeVar("_T")
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RegionConfig:
+    """One bucket that holds the run.
+
+    Args:
+        name: the region's name, as leases and events say it.
+        url: of the store that holds the run's folder: s3://bucket/prefix or file:///folder.
+        endpoint_url, region, profile: for s3.
+        access_key_env, secret_key_env: names of the environment variables with the credentials.
+    """
+
+    name: str
+    url: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    access_key_env: str | None = None
+    secret_key_env: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "region")
+        both = (self.access_key_env is None) == (self.secret_key_env is None)
+        require(both, "access_key_env", self.access_key_env, "give both key variables or neither")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """How the reference trainer learns and how long it waits."""
+
+    steps: int = 16
+    lr: float = 3e-5
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    groups: int = 4  # prompts per step
+    group_size: int = 8  # samples per prompt
+    max_new_tokens: int = 10
+    temperature: float = 1.0
+    micro_batch_groups: int = 2  # groups per backward pass: bounds the logits in memory
+    ratio_cap: float = 2.0  # truncates importance ratios
+    max_policy_lag: int = 1
+    dealt_fraction: float = 0.7  # the rest of a batch is pulled as slots free
+    min_groups: int = 1  # a step that reached its deadline goes on with this many
+    step_deadline_s: float = 120.0
+    give_up_s: float = 600.0  # a step below min_groups after this long is an error
+    wait_for_actors: int = 1  # eligible actors before the first batch is dealt
+    actors_wait_s: float = 180.0
+    outage_max_s: float = 60.0  # how long Redis may be away
+    commit_wait_s: float = 120.0
+    stop_wait_s: float = 600.0  # after the last step, until somebody says stop
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "groups", "group_size", "max_new_tokens", "micro_batch_groups"):
+            _whole(self, name, 1, 1 << 16)
+        _whole(self, "max_policy_lag", 0, 64)
+        _whole(self, "wait_for_actors", 0, 1 << 16)
+        _whole(self, "min_groups", 1, self.groups)
+        require(0 < self.lr < 1, "lr", self.lr, "above 0, below 1")
+        for name in ("beta1", "beta2", "weight_decay"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "0 up to below 1")
+        require(self.ratio_cap >= 1, "ratio_cap", self.ratio_cap, "at least 1")
+        require(0 <= self.dealt_fraction <= 1, "dealt_fraction", self.dealt_fraction, "0 to 1")
+        require(self.group_size >= 2, "group_size", self.group_size, "at least 2 to compare")
+        _positive(self, "clip_norm", "temperature", "step_deadline_s", "give_up_s", "actors_wait_s")
+        _positive(self, "outage_max_s", "commit_wait_s", "stop_wait_s")
+        require(
+            self.give_up_s >= self.step_deadline_s,
+            "give_up_s",
+            self.give_up_s,
+            "at least step_deadline_s",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ActorConfig:
+    """Who an actor is and how it works."""
+
+    actor_id: str
+    region: str
+    engine: str = "transformers"
+    leases_at_once: int = 2  # decoded as one batch
+    lease_s: float = 60.0
+    max_lease_s: float = 300.0
+    heartbeat_ttl_s: float = 15.0  # three heartbeats fit in it
+    idle_s: float = 0.25  # between looks for work while there is none
+    drain_max_s: float = 30.0
+    catch_up_s: float = 180.0  # to the version a stop asks for
+    leave_poisoned_after: int = 3  # re-anchorings in a row before it gives up
+
+    def __post_init__(self) -> None:
+        check_name(self.actor_id, "actor id")
+        check_name(self.region, "region")
+        check_name(self.engine, "engine")
+        _whole(self, "leases_at_once", 1, 64)
+        _whole(self, "leave_poisoned_after", 1, 64)
+        _positive(self, "lease_s", "max_lease_s", "heartbeat_ttl_s", "idle_s", "drain_max_s")
+        _positive(self, "catch_up_s")
+        require(self.max_lease_s >= self.lease_s, "max_lease_s", self.max_lease_s, ">= lease_s")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker's part in one run.
+
+    Args:
+        run: the run's name.
+        home: which of `regions` commits versions.
+        regions: every bucket that holds the run.
+        redis_url: without a password in it.
+        run_dir: folder for events, final states and the stop file; made when absent.
+        redis_password_env: name of the environment variable with the password, if there is one.
+        checkpoint: a local Hugging Face folder of some version; None: everything from the bucket.
+        seed: of prompts and sampling.
+        threads: for torch.
+        trainer, actor: the part; a process needs one of them.
+    """
+
+    run: str
+    home: str
+    regions: tuple[RegionConfig, ...]
+    redis_url: str
+    run_dir: str
+    redis_password_env: str | None = None
+    checkpoint: str | None = None
+    seed: int = 0
+    threads: int = 1
+    trainer: TrainerConfig | None = None
+    actor: ActorConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.run, "run name")
+        names = [region.name for region in self.regions]
+        require(len(set(names)) == len(names), "regions", names, "each name once")
+        require(self.home in names, "home", self.home, f"one of {names}")
+        if self.actor is not None:
+            require(
+                self.actor.region in names, "actor.region", self.actor.region, f"one of {names}"
+            )
+        _whole(self, "seed", 0, (1 << 53) - 1)
+        _whole(self, "threads", 1, 1024)
+        require(
+            "@" not in self.redis_url,
+            "redis_url",
+            "(hidden)",
+            "no credentials in the file: name their variable in redis_password_env",
+        )
+
+    def region(self, name: str) -> RegionConfig:
+        """The region of that name."""
+        return next(region for region in self.regions if region.name == name)
+
+
+def load_config(path: Path) -> WorkerConfig:
+    """Read a worker's file; InvalidInputError(setting) names what is wrong with it."""
+    try:
+        text = path.read_bytes()
+    except OSError as err:
+        raise InvalidInputError(
+            f"cannot read the worker's file {path}: {err.strerror}", kind=Kind.SETTING
+        ) from err
+    return parse_config(text, what=str(path))
+
+
+def parse_config(text: bytes, *, what: str) -> WorkerConfig:
+    """Read the JSON of a worker's file."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise InvalidInputError(f"{what} has {len(text)} bytes", kind=Kind.SETTING)
+    try:
+        document = json.loads(text)
+    except ValueError as err:
+        raise InvalidInputError(f"{what} is not JSON: {err}", kind=Kind.SETTING) from err
+    return _read_record(WorkerConfig, document, what)
+
+
+def _read_record(cls: type[_T], document: Any, where: str) -> _T:
+    assert is_dataclass(cls)
+    if not isinstance(document, dict):
+        raise _refuse(where, "is not an object")
+    known = {field.name: field for field in fields(cls)}
+    required = {
+        name
+        for name, field in known.items()
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+    odd = sorted((set(document) - set(known)) | (required - set(document)))
+    if odd:
+        raise _refuse(where, f"has missing or unknown fields: {', '.join(odd[:5])}")
+    hints = get_type_hints(cls)
+    values = {
+        name: _read_value(hints[name], value, f"{where}: {name}")
+        for name, value in document.items()
+    }
+    return cls(**values)
+
+
+def _read_value(hint: Any, value: Any, where: str) -> Any:
+    if get_origin(hint) in (types.UnionType, Union):
+        if value is None:
+            return None
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise _refuse(where, "is not a list")
+        item = get_args(hint)[0]
+        return tuple(_read_value(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _read_record(hint, value, where)
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if type(value) is not hint or hint is float:  # a bool is no int
+        raise _refuse(where, f"is {value!r:.40}, not {hint.__name__}")
+    return value
+
+
+def _refuse(where: str, what: str) -> InvalidInputError:
+    return InvalidInputError(f"{where} {what}", kind=Kind.SETTING)
+
+
+def _whole(record: object, name: str, low: int, high: int) -> None:
+    value = getattr(record, name)
+    require(type(value) is int and low <= value <= high, name, value, f"{low} to {high}")
+
+
+def _positive(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        require(math.isfinite(value) and value > 0, name, value, "above 0")
