@@ -13,11 +13,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from deltastore.coordination.records import (
+from deltastore.coordination.limits import (
+    MAX_ACTORS,
     MAX_ATTEMPTS,
+    MAX_JOBS,
+    MAX_LEASES_PER_ACTOR,
+    MAX_SAMPLES,
+    MAX_TAKE,
+)
+from deltastore.coordination.records import (
     MAX_GATE,
     MAX_PAYLOAD_BYTES,
-    MAX_SAMPLES,
     MAX_TTL_S,
     MIN_TTL_S,
     ActorRecord,
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
+    "MAX_ACTORS",
     "MAX_ATTEMPTS",
     "MAX_GATE",
     "MAX_JOBS",
@@ -67,10 +74,6 @@ __all__ = [
     "Throughput",
     "ThroughputSample",
 ]
-
-MAX_JOBS = 16_384  # live jobs and untaken results of one run: bounds Redis memory
-MAX_LEASES_PER_ACTOR = 64
-MAX_TAKE = 1_024  # results per `take_settled`
 
 
 class Coordination(Protocol):

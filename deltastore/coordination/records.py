@@ -6,22 +6,23 @@ the call that is wrong, and a reader of Redis that rebuilds a record finds garba
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from deltastore.coordination.limits import MAX_ATTEMPTS
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.ids import check_name, check_version, is_sha256, is_token
 
 MAX_PAYLOAD_BYTES = 256 * 1024  # a group's prompt as token ids; results travel through the bucket
 MAX_GATE = 8  # v and v - 1 today; room for runs that allow spans
 MAX_NOTE_CHARS = 200
-MAX_ATTEMPTS = 3  # a third expiry parks the job
 MAX_TOKENS = 2**40
 MAX_RESULT_BYTES = 2**40
 MAX_RATE_TOKENS_PER_S = 1e9  # no engine makes more; a larger figure is a broken clock
 MIN_TTL_S = 0.05  # below three round trips over a WAN a renewal cannot arrive in time (CASE L11)
 MAX_TTL_S = 86_400.0
+MAX_WAIT_S = 3_600.0
+MAX_TIME_S = 1e10  # the year 2286; in milliseconds still exact in a script's numbers
 
 
 def _refuse(message: str, hint: str, kind: Kind = Kind.SETTING) -> InvalidInputError:
@@ -35,6 +36,13 @@ def check_ttl_s(ttl_s: float, what: str = "ttl_s") -> float:
             f"{what} {ttl_s!r} is not allowed", f"use {MIN_TTL_S} to {MAX_TTL_S:.0f} seconds"
         )
     return float(ttl_s)
+
+
+def check_wait_s(timeout_s: float) -> float:
+    """Return `timeout_s` if a call may wait that long (0: not at all), else raise."""
+    if isinstance(timeout_s, bool) or not 0 <= timeout_s <= MAX_WAIT_S:
+        raise _refuse(f"timeout_s {timeout_s!r} is not allowed", f"use 0 to {MAX_WAIT_S:.0f}")
+    return float(timeout_s)
 
 
 def check_hash(policy_hash: str, what: str = "policy hash") -> str:
@@ -67,8 +75,8 @@ def _check_note(note: str, what: str) -> None:
 
 
 def _check_instant_s(value: float, what: str) -> None:
-    if isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise _refuse(f"{what} {value!r} is not a time", "use finite seconds since the epoch")
+    if isinstance(value, bool) or not 0 <= value <= MAX_TIME_S:  # NaN fails both
+        raise _refuse(f"{what} {value!r} is not a time", "use seconds since the epoch")
 
 
 class ActorState(StrEnum):
@@ -225,7 +233,10 @@ class Lease:
 
     @property
     def lease_s(self) -> float:
-        """How long it runs without renewal: the asked time, doubled per earlier attempt."""
+        """How long it runs without renewal: what was asked, doubled per earlier attempt.
+
+        Shorter where the job's step closes before that.
+        """
         return self.expires_at_s - self.granted_at_s
 
 
@@ -344,9 +355,6 @@ class Throughput:
     """The newest ones, oldest first, at most `MAX_SAMPLES`."""
     tokens_per_s: float | None
     """The average the trainer stored, None if there is none or it has expired."""
-
-
-MAX_SAMPLES = 32  # per actor: enough to fit t = a + b n, small enough to read whole
 
 
 def check_rate(tokens_per_s: float) -> float:

@@ -1,0 +1,171 @@
+"""A dropped connection must not become a lost lease, nor a retry a second effect.
+
+One script call at a time goes out by EVALSHA, by EVAL when the server forgot it (SCRIPT FLUSH, a
+restart, a failover). A call whose answer was lost is repeated, at most `RETRY_WAITS_S` times, and
+the script is told so; every script gives a repeated call the answer of the first. What stays
+unanswered becomes CoordinationError, and the caller goes on without Redis.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    NoPermissionError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from deltastore.coordination.records import check_ttl_s
+from deltastore.coordination.scripts import Script, key_of
+from deltastore.errors import CoordinationError, InvalidInputError, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from deltastore.clock import Clock
+
+RETRY_WAITS_S = (0.05, 0.2, 0.5)  # within the shortest sensible heartbeat period
+_CLUSTER = "+cluster"
+_LOST = (ConnectionError, TimeoutError, ReadOnlyError, redis.exceptions.ClusterError)
+
+Client: TypeAlias = "redis.Redis | RedisCluster"
+
+
+class RedisConnection:
+    """Calls scripts of one run on one Redis.
+
+    Args:
+        url: `redis://`, `rediss://` (TLS), `unix://`; `redis+cluster://` and `rediss+cluster://`
+            name any node of a cluster.
+        run: the run whose keys are used.
+        clock: waits between repeats.
+        timeout_s: how long to wait for a connection, and for an answer.
+    """
+
+    def __init__(self, url: str, run: str, clock: Clock, timeout_s: float) -> None:
+        self._url = url
+        self._run = run
+        self._clock = clock
+        self._timeout_s = check_ttl_s(timeout_s, "timeout_s")
+        self._pid = os.getpid()
+        self._client = self._connect()
+
+    @property
+    def where(self) -> str:
+        """Host and port or path, for people; never with a secret in it."""
+        parts = urlsplit(self._url)
+        return f"{parts.hostname or 'localhost'}:{parts.port or 6379}{parts.path.rstrip('/')}"
+
+    def _connect(self) -> Client:
+        scheme, _, rest = self._url.partition("://")
+        options: dict[str, Any] = {
+            "socket_timeout": self._timeout_s,
+            "socket_connect_timeout": self._timeout_s,
+            # Repeats are ours: only we can tell a script that it is being asked again.
+            "retry": Retry(NoBackoff(), 0),
+        }
+        try:
+            if scheme.endswith(_CLUSTER):
+                url = f"{scheme.removesuffix(_CLUSTER)}://{rest}"
+                return RedisCluster.from_url(url, **options)
+            return redis.Redis.from_url(self._url, **options)
+        except (ValueError, TypeError) as err:
+            raise InvalidInputError(
+                f"this is not a Redis URL (host {self.where})",
+                kind=Kind.URL,
+                hint="use redis://HOST:PORT/DB, rediss:// for TLS, redis+cluster:// for a cluster",
+            ) from err
+        except RedisError as err:
+            raise self._error(err) from err
+
+    def _here(self) -> Client:
+        # After a fork the child would answer on the parent's sockets (CASE L9).
+        if self._pid != os.getpid():
+            self._client = self._connect()
+            self._pid = os.getpid()
+        return self._client
+
+    def call(self, script: Script, *args: str | bytes | int, tell_repeat: bool = False) -> Any:
+        """The script's answer. `tell_repeat` adds an argument: 1 when an answer may be lost."""
+        keys = [key_of(self._run, name) for name in script.keys]
+
+        def once(client: Any, repeat: bool) -> Any:
+            sent = (*args, int(repeat)) if tell_repeat else args
+            try:
+                return client.evalsha(script.sha1, len(keys), *keys, *sent)
+            except NoScriptError:  # CASE L7
+                return client.eval(script.text, len(keys), *keys, *sent)
+
+        return self._repeat(once)
+
+    def get(self, name: str) -> bytes | None:
+        """The string under one key of the run."""
+        key = key_of(self._run, name)
+        return cast("bytes | None", self._repeat(lambda client, _: client.get(key)))
+
+    def check_policy(self) -> None:
+        """Raise unless this Redis answers and never evicts (CASE L2)."""
+        memory = self._repeat(lambda client, _: client.info("memory"))
+        policy = memory.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            raise CoordinationError(
+                f"Redis at {self.where} has maxmemory-policy {policy}: it would drop leases",
+                kind=Kind.REDIS_POLICY,
+                run=self._run,
+                hint="run: redis-cli CONFIG SET maxmemory-policy noeviction",
+            )
+
+    def _repeat(self, once: Callable[[Any, bool], Any]) -> Any:
+        """`once`'s answer; it is called again, and told so, after a lost one."""
+        for attempt, wait_s in enumerate((*RETRY_WAITS_S, 0.0)):
+            try:
+                return once(self._here(), attempt > 0)
+            except RedisError as err:
+                if attempt == len(RETRY_WAITS_S) or not _worth_repeating(err):
+                    raise self._error(err) from err
+                self._drop_connections()
+            self._clock.sleep_s(wait_s)
+        raise AssertionError("unreachable: the last attempt answers or raises")
+
+    def _drop_connections(self) -> None:
+        # After a failover the old connections lead to a replica or to nobody (CASE L8).
+        client = self._here()
+        if isinstance(client, RedisCluster):
+            client.disconnect_connection_pools()  # type: ignore[no-untyped-call]
+        else:
+            client.connection_pool.disconnect(inuse_connections=False)
+
+    def _error(self, err: RedisError) -> CoordinationError:
+        kind, message, hint = Kind.REDIS_SCRIPT, f"Redis at {self.where} refused: {err}", None
+        if isinstance(err, (AuthenticationError, NoPermissionError)):
+            kind, hint = Kind.REDIS_UNAVAILABLE, "check user, password and ACL in the Redis URL"
+        elif isinstance(err, _LOST) or _worth_repeating(err):
+            kind, message = Kind.REDIS_UNAVAILABLE, f"Redis at {self.where} does not answer: {err}"
+            hint = "start it, or check host, port and firewall; published versions are not affected"
+        elif isinstance(err, redis.exceptions.OutOfMemoryError) or "OOM" in str(err):
+            kind, message = Kind.REDIS_MEMORY, f"Redis at {self.where} is out of memory"
+            hint = "raise maxmemory; no new jobs and leases until then, actors still follow"
+        return CoordinationError(message, kind=kind, run=self._run, hint=hint)
+
+    def close(self) -> None:
+        """Drop all connections."""
+        if self._pid == os.getpid():
+            self._client.close()
+
+
+def _worth_repeating(err: RedisError) -> bool:
+    if isinstance(err, AuthenticationError):  # a ConnectionError to the client, but it stays wrong
+        return False
+    # Servers before 7 wrap the reason of a failing script into a plain error.
+    return isinstance(err, _LOST) or "READONLY" in str(err)
