@@ -1,0 +1,80 @@
+"""Clients that retry at once, together and without end turn a slow store into a dead one (S11).
+
+How often and how long is data; the waiting goes through a Clock and the jitter is passed in, so a
+test reads the schedule off instead of sitting through it. Only failures that may pass are retried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from deltastore.errors import DeltastoreError, InvalidInputError, Kind, StorageError
+
+if TYPE_CHECKING:
+    from deltastore.clock import Clock
+
+T = TypeVar("T")
+Jitter: TypeAlias = Callable[[], float]
+"""Random numbers in [0, 1)."""
+
+RETRYABLE = frozenset({Kind.UNAVAILABLE, Kind.THROTTLED, Kind.TIMEOUT})
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySchedule:
+    """Exponential backoff with full jitter: a wait is anything up to min(cap, base * 2^n)."""
+
+    attempts: int = 8
+    """Tries in all: with the other defaults about 6 s of waiting on average, 11 s at most."""
+    base_s: float = 0.1
+    cap_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or not 0 <= self.base_s <= self.cap_s < float("inf"):
+            raise InvalidInputError(
+                f"retry schedule {self} is not possible",
+                kind=Kind.SETTING,
+                hint="attempts >= 1 and 0 <= base_s <= cap_s",
+            )
+
+    def delay_s(self, failures: int, jitter: Jitter) -> float:
+        """The wait after that many failures in a row (1 for the first)."""
+        # The exponent is bounded so that a huge `attempts` cannot overflow a float.
+        return float(jitter() * min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 60)))
+
+
+def is_retryable(err: DeltastoreError) -> bool:
+    """Whether the same request may succeed later without anybody doing anything."""
+    return isinstance(err, StorageError) and err.kind in RETRYABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Retrier:
+    """A schedule with the clock and the jitter that it runs on."""
+
+    schedule: RetrySchedule
+    clock: Clock
+    jitter: Jitter
+
+    def run(self, attempt: Callable[[], T], progress: Callable[[], int] | None = None) -> T:
+        """Call `attempt` until it returns, raises something final, or the schedule ends.
+
+        Args:
+            attempt: one try; raises DeltastoreError.
+            progress: how far the attempts have come. Tries that got further do not count as
+                failures in a row, so a long transfer over a bad line ends, in bounded steps.
+        """
+        failures = 0
+        reached = progress() if progress else 0
+        while True:
+            try:
+                return attempt()
+            except DeltastoreError as err:
+                if progress and progress() > reached:
+                    reached, failures = progress(), 0
+                failures += 1
+                if not is_retryable(err) or failures >= self.schedule.attempts:
+                    raise
+            self.clock.sleep_s(self.schedule.delay_s(failures, self.jitter))

@@ -1,0 +1,119 @@
+"""boto3 clients made by many threads at once, or carried over a fork, fail where nobody looks.
+
+One client per process, made on first use under a lock (S9). A forked child makes its own: it may
+use neither the parent's sockets nor its pool of threads, which did not come along.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import boto3
+from botocore.config import Config
+
+from deltastore.storage.rules import store_closed
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+    from deltastore.storage.s3_settings import S3Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What one process uses to talk to the bucket."""
+
+    client: S3Client
+    permits: threading.BoundedSemaphore
+    """One per request in flight: more would open connections that the pool throws away (S10)."""
+    pool: ThreadPoolExecutor
+    """Threads for the parts of large objects. Nothing that runs on it may submit to it."""
+
+
+class ConnectionSource:
+    """Makes the connection of this process when it is first asked for."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._closed = False
+        self._inherited: list[Connection] = []
+        _sources.add(self)
+
+    def get(self) -> Connection:
+        """The connection; raises StorageError after `close`."""
+        connection = self._connection
+        if connection is not None:
+            return connection
+        with self._lock:
+            if self._closed:
+                raise store_closed(self._settings.url)
+            if self._connection is None:
+                self._connection = _connect(self._settings)
+            return self._connection
+
+    def close(self) -> None:
+        """Wait for running parts and close the connections."""
+        with self._lock:
+            connection, self._connection, self._closed = self._connection, None, True
+        if connection is not None:
+            connection.pool.shutdown(wait=True, cancel_futures=True)
+            connection.client.close()
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: leave the parent's connection alone, with a lock nobody holds."""
+        self._lock = threading.Lock()
+        if self._connection is not None:
+            # Kept, never used: dropping it would shut down sockets and threads of the parent.
+            self._inherited.append(self._connection)
+            self._connection = None
+
+
+_sources: weakref.WeakSet[ConnectionSource] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for source in list(_sources):
+        source.forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _connect(settings: S3Settings) -> Connection:
+    style = settings.addressing_style or ("path" if settings.endpoint_url else "auto")
+    # Other stores do not look at the region, but the signature needs one.
+    region = settings.region or ("us-east-1" if settings.endpoint_url else None)
+    session = boto3.session.Session(
+        profile_name=settings.profile,
+        region_name=region,
+        aws_access_key_id=settings.access_key,
+        aws_secret_access_key=settings.secret_key,
+        aws_session_token=settings.session_token,
+    )
+    client = session.client(
+        "s3",
+        endpoint_url=settings.endpoint_url,
+        config=Config(
+            connect_timeout=settings.connect_timeout_s,
+            read_timeout=settings.read_timeout_s,
+            max_pool_connections=settings.max_connections,
+            tcp_keepalive=True,
+            retries={"total_max_attempts": 1},  # retries are ours (retry.py): they read back
+            s3={"addressing_style": style},
+            # Newer defaults break other stores, and only on large files (S3).
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )
+    return Connection(
+        client,
+        threading.BoundedSemaphore(settings.max_connections),
+        ThreadPoolExecutor(settings.streams, thread_name_prefix="s3-part"),
+    )
