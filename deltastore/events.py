@@ -70,14 +70,16 @@ class RegionFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class VersionStaged(Event):
-    """An actor holds a verified, decoded version that is not active yet."""
+    """An actor holds a verified, decoded version that is not active yet.
+
+    `stage_s` covers fetch, verification and decoding.
+    """
 
     actor: str
     version: int
     size_bytes: int
     nnz: int
-    fetch_s: float
-    decode_s: float
+    stage_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,3 +69,11 @@ class Box:
         for coordinate, first, full in zip(coordinates, self.start, tensor_shape, strict=True):
             offsets = offsets * full + (coordinate + first)
         return offsets
+
+    def offsets_of(
+        self, indices: NDArray[np.integer] | None, tensor_shape: tuple[int, ...]
+    ) -> NDArray[np.int64]:
+        """Like `tensor_offsets`; None means every element of the box, in order."""
+        if indices is None:
+            indices = np.arange(self.elements, dtype=np.int64)
+        return self.tensor_offsets(indices, tensor_shape)

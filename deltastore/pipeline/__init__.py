@@ -1,0 +1,1 @@
+"""Publish, stage, activate: written against protocols only, never against a backend."""
