@@ -1,0 +1,181 @@
+"""A demo that ends with "done" proves nothing: each claim is checked from outside the system.
+
+The checks use what a user has: the files that the processes left, the real command line in a
+process of its own, and transformers. None of them asks the code under test whether it was right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from dataclasses import replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deltastore.observability.report import Check
+from deltastore.testing.servers import find_program
+from workers.demo.fleet import DemoError
+from workers.demo.settings import JOINER
+from workers.run_folder import FinalReport, RunFolder, read_report
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from deltastore.observability.view import RunView
+    from workers.demo.settings import DemoSettings
+    from workers.demo.site import Site
+
+_COMMAND_S = 300.0
+QUESTION = "What is 2 + 3? Answer with a number."
+ANSWER = "5"
+REPLAYED = "replayed"  # folder of the replayed checkpoint in the run's folder
+
+
+def check_accuracy(view: RunView, settings: DemoSettings) -> Check:
+    """The sampled accuracy rose; at a learning rate too small to learn it is only reported."""
+    accuracies = [accuracy for _, accuracy in view.accuracies()]
+    if len(accuracies) < settings.steps:
+        return Check("accuracy", False, f"{len(accuracies)} of {settings.steps} steps were trained")
+    window = min(settings.accuracy_window, len(accuracies) // 2)
+    first, last = fmean(accuracies[:window]), fmean(accuracies[-window:])
+    said = f"mean of {window} steps at either end: {first:.2f} -> {last:.2f}"
+    if not settings.must_learn:
+        reason = (
+            f"reported only: a rise is required of SmolLM2 from lr {settings.learning_lr:g} and "
+            f"{settings.learning_steps} steps on"
+        )
+        return Check("sampled accuracy", True, f"{said} ({reason})")
+    wanted = f"{said}, {last - first:+.2f}; at least {settings.accuracy_rise:+.2f} is required"
+    return Check("sampled accuracy rose", last - first >= settings.accuracy_rise, wanted)
+
+
+def check_actors(folder: RunFolder, names: Sequence[str], trainer: FinalReport) -> Check:
+    """Every actor's live weights have the trainer's version, policy hash and fingerprint."""
+    wrong = []
+    for name in names:
+        path = folder.actor_report(name)
+        said = read_report(path) if path.exists() else None
+        if said is None or replace(said, worker=trainer.worker) != trainer:
+            wrong.append(f"{name}: {said or 'left no report'}")
+    detail = f"{', '.join(names)}: version {trainer.version}, fingerprint {trainer.fingerprint}"
+    return Check("every actor equals the trainer", not wrong, "; ".join(wrong) or detail)
+
+
+def check_join(view: RunView) -> Check:
+    """The actor that came late replayed the chain and did not get a dense broadcast."""
+    name = f"{JOINER.actor_id} joined by chain replay"
+    row = view.actors.get(JOINER.actor_id)
+    if row is None or not row.joins:
+        return Check(name, False, "it never joined")
+    join = row.joins[-1]
+    detail = f"version {join.version} from {join.via}, {join.size_bytes:,} bytes"
+    return Check(name, join.version > 0 and join.size_bytes > 0, detail)
+
+
+def check_problems(view: RunView) -> Check:
+    """No publish, replication or activation failed on the way."""
+    detail = "; ".join(mark.text for mark in view.problems) or "no failure was reported"
+    return Check("no failed publish, replication or activation", not view.problems, detail)
+
+
+def check_verify(site: Site, region: str, environment: Mapping[str, str]) -> Check:
+    """`deltastore verify --deep` finds nothing in one region."""
+    arguments = ["verify", site.run_url(region), "--deep", "--json", *_options(site, region)]
+    code, out, err = _command(arguments, environment)
+    (site.run_dir / f"verify-{region}.json").write_text(out, encoding="utf-8")
+    detail = "exit code 0" if code == 0 else f"exit code {code}: {err or out}"
+    return Check(f"verify --deep, region {region}", code == 0, detail)
+
+
+def check_replay(site: Site, region: str, environment: Mapping[str, str], version: int) -> Check:
+    """`deltastore replay` yields the trainer's weights, bit for bit, as safetensors reads them."""
+    out = site.run_dir / REPLAYED
+    wanted = ["--version", str(version), "--out", str(out), "--json"]
+    arguments = ["replay", site.run_url(region), *wanted, *_options(site, region)]
+    code, said, err = _command(arguments, environment)
+    name = f"replay from region {region} equals the trainer bit for bit"
+    if code != 0:
+        return Check(name, False, f"exit code {code}: {err or said}")
+    different, tensors = compare_checkpoints(out, RunFolder(site.run_dir).trainer_state)
+    detail = f"{tensors} tensors, {len(different)} differ {different[:3] if different else ''}"
+    return Check(name, tensors > 0 and not different, detail.strip())
+
+
+def check_answer(checkpoint: Path, *, must_know: bool) -> Check:
+    """The replayed checkpoint loads in transformers and answers a question."""
+    answer = ask(checkpoint, QUESTION)
+    detail = f"{QUESTION} {answer!r}"
+    return Check("the replayed checkpoint answers", ANSWER in answer or not must_know, detail)
+
+
+def compare_checkpoints(one: Path, other: Path) -> tuple[list[str], int]:
+    """Names of tensors that differ in a bit, dtype or shape, or are in one only; and how many.
+
+    Folders of safetensors files, or single ones, read by the safetensors library.
+    """
+    ours, theirs = _read_tensors(one), _read_tensors(other)
+    different = sorted(ours.keys() ^ theirs.keys())
+    different += [
+        name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]
+    ]
+    return different, len(ours)
+
+
+def ask(checkpoint: Path, question: str) -> str:
+    """The greedy answer of a checkpoint, loaded by transformers."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
+    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        answer = model.generate(**tokens, max_new_tokens=16, do_sample=False)
+    said = tokenizer.decode(answer[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    return str(said).strip()
+
+
+def _read_tensors(place: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Digest of every tensor's bits, with its dtype and shape."""
+    found = {}
+    for path in sorted(place.glob("*.safetensors")) if place.is_dir() else [place]:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_tensor(name)
+                bits = tensor.reshape(-1).view(torch.uint8).numpy()
+                digest = hashlib.sha256(bits.data).digest()
+                found[name] = (str(tensor.dtype), tuple(tensor.shape), digest)
+    return found
+
+
+def _options(site: Site, region: str) -> list[str]:
+    there = site.region(region)
+    return [
+        f"--endpoint-url={there.endpoint_url}",
+        f"--region={there.region}",
+        f"--access-key-env={there.access_key_env}",
+        f"--secret-key-env={there.secret_key_env}",
+    ]
+
+
+def _command(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+    program = find_program("deltastore")
+    if program is None:
+        raise DemoError("no `deltastore` command beside this Python: run `make env`")
+    try:
+        done = subprocess.run(
+            [str(program), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            env=dict(environment),
+            timeout=_COMMAND_S,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"`deltastore {arguments[0]}` did not end within {_COMMAND_S:.0f} s"
+    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode().strip()
