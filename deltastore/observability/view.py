@@ -70,10 +70,10 @@ class VersionRow:
 
     @property
     def stage_s(self) -> float | None:
-        """Fetch and decode, mean over the actors that staged it."""
+        """Fetch, verification and decoding, mean over the actors that staged it."""
         if not self.staged:
             return None
-        return fmean(event.fetch_s + event.decode_s for event in self.staged.values())
+        return fmean(event.stage_s for event in self.staged.values())
 
     @property
     def activate_s(self) -> float | None:
