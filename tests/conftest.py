@@ -17,6 +17,9 @@ from deltastore.testing.servers import RedisServer, SeaweedServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# The shipped suites are test code that lives elsewhere: their asserts shall explain themselves too.
+pytest.register_assert_rewrite("deltastore.testing.stores", "deltastore.testing.coordination")
+
 # No deadline: kernels compile on first use, and a shared machine may pause for longer than it.
 _COMMON = {
     "deadline": None,
