@@ -1,18 +1,21 @@
-"""Two blocks that write one element apply in an order nobody agreed on: boxes of a version are disjoint."""
+"""Two blocks that write one element apply in an order nobody agreed on: boxes are disjoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deltastore.errors import FormatError, Kind
 from deltastore.format.box import Box
-from deltastore.format.indices import Numbers
 from deltastore.format.kernels_base import Array, frozen, kernel
-from deltastore.format.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from deltastore.format.indices import Numbers
+    from deltastore.format.layout import Layout
 
 MAX_BOXES_PER_TENSOR = 1 << 13
 """Most boxes (other than runs) of one tensor in a segment: they are compared pair by pair."""

@@ -1,0 +1,37 @@
+"""A sparse block of a dense change can outgrow the tensor: this decides which form is smaller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deltastore.format.indices import planned_bits
+from deltastore.format.kernels_base import frozen
+from deltastore.format.kernels_index import plane_cost
+from deltastore.format.values import StepValues, to_planes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from deltastore.format.dtypes import Bits
+    from deltastore.format.streams import Bytes
+
+SPARSE_FOR_SURE = 4
+"""With at most one change in so many elements the sparse form is smaller for every width."""
+
+
+def dense_is_smaller(indices: NDArray[np.uint32], steps: Bits, new: Bits) -> bool:
+    """Whether the box's new patterns take fewer bits than its changes, as zstd would store both."""
+    if indices.size * SPARSE_FOR_SURE <= new.size:
+        return False
+    counts = np.array([indices.size], np.int64)
+    streams = StepValues().encode(steps, counts)
+    sparse = planned_bits(indices, new.size) + sum(_stored_bits(raw) for _stream, raw in streams)
+    dense = sum(_stored_bits(plane) for plane in to_planes(new.reshape(-1)))
+    return dense <= sparse
+
+
+def _stored_bits(raw: Bytes) -> int:
+    seen = np.bincount(raw, minlength=256)
+    return min(int(plane_cost(frozen(seen), raw.size)), 8 * raw.size)

@@ -1,0 +1,381 @@
+"""An object that does not say what it belongs to gets applied to the wrong weights: a segment does.
+
+One uploaded object: a header that names layout, base and target version, a table of blocks, their
+fingerprint changes, and the streams of its frames. FORMAT.md is the specification of every byte.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deltastore.errors import FormatError, IntegrityError, InvalidInputError, Kind
+from deltastore.format.block import Block, ValueKind
+from deltastore.format.box import MAX_BOX_ELEMENTS
+from deltastore.format.disjoint import check_boxes
+from deltastore.format.fingerprint import Fingerprint
+from deltastore.format.frames import (
+    KIND_NUMBERS,
+    VALUE_KINDS,
+    FrameColumns,
+    decode_frame,
+    encode_frame,
+    frame_ends,
+)
+from deltastore.format.indices import IndexEncoding, Numbers
+from deltastore.format.layout import Layout, require_same_layout
+from deltastore.format.segment_table import (
+    MAX_BLOCKS,
+    FrameRow,
+    SegmentTable,
+    layout_columns,
+    read_forms,
+    read_table,
+    write_table,
+)
+from deltastore.format.streams import Bytes, Packer, unpack
+from deltastore.ids import MAX_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAGIC = b"\x89DSSEG\r\n"
+BYTE_ORDER = 0xFEFF
+FORMAT_VERSION = 1
+HEADER = struct.Struct("<8sHHI32sQQIIQIIQ")
+HEADER_BYTES = HEADER.size
+FINGERPRINT_BYTES = 16
+DEFAULT_LEVEL = 1
+"""zstd level: higher ones gain nothing on streams that have little but order-0 redundancy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentIdentity:
+    """What a segment belongs to: its layout, and the versions it leads from and to."""
+
+    layout_digest: str
+    base_version: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """What a reader is ready to hold of one segment.
+
+    Args:
+        max_table_bytes: of its table before compression (a full one of runs is about 3 MiB).
+        max_decoded_bytes: of indices and values (a segment of 32 MiB holds about 160 MiB).
+    """
+
+    max_table_bytes: int = 32 << 20
+    max_decoded_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentStats:
+    """Figures of a segment, for manifests, metrics and people."""
+
+    blocks: int
+    frames: int
+    nnz: int
+    stored_bytes: int
+    decoded_bytes: int
+    encodings: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedSegment:
+    """A segment's blocks, in order of tensor and start, disjoint."""
+
+    identity: SegmentIdentity
+    blocks: list[Block]
+    stats: SegmentStats
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    identity: SegmentIdentity
+    blocks: int
+    frames: int
+    nnz: int
+    table_raw_bytes: int
+    table_stored_bytes: int
+    body_bytes: int
+
+
+DEFAULT_LIMITS = DecodeLimits()
+
+
+def encode_segment(
+    layout: Layout,
+    identity: SegmentIdentity,
+    blocks: Sequence[Block],
+    *,
+    level: int = DEFAULT_LEVEL,
+) -> bytes:
+    """The segment of these blocks: each in its smallest encoding, sorted by tensor and start.
+
+    The same blocks give the same bytes, whatever their order and wherever it runs (for one version
+    of zstd). InvalidInputError names what cannot be encoded.
+    """
+    require_same_layout(layout.digest, identity.layout_digest, what="segment to encode")
+    if not 0 <= identity.base_version < identity.version <= MAX_VERSION:
+        raise InvalidInputError(
+            f"a segment cannot lead from {identity.base_version} to {identity.version}",
+            kind=Kind.VERSION,
+        )
+    if len(blocks) > MAX_BLOCKS:
+        raise InvalidInputError(
+            f"segment of {len(blocks)} blocks",
+            kind=Kind.LIMIT,
+            hint=f"at most {MAX_BLOCKS}: use more segments",
+        )
+    blocks = sorted(blocks, key=lambda b: (b.tensor, b.box.start))
+    columns = _columns_of(layout, blocks)
+    _check_fits(layout, blocks)
+    tensors = np.array([block.tensor for block in blocks], np.int64)
+    boxes = [block.box for block in blocks]
+    _check_writable(tensors, blocks, columns)
+    packer = Packer(level)
+    frames: list[FrameRow] = []
+    body: list[bytes] = []
+    begin = 0
+    for end in frame_ends(_stream_bytes(columns)):
+        rows, stored = encode_frame(blocks[begin:end], columns.part(begin, end), packer)
+        frames.append(FrameRow(end - begin, tuple(rows)))
+        body += stored
+        begin = end
+    table = write_table(tensors, boxes, columns, frames)
+    packed_table = packer.pack(table)
+    header = HEADER.pack(
+        MAGIC,
+        BYTE_ORDER,
+        FORMAT_VERSION,
+        0,
+        bytes.fromhex(identity.layout_digest),
+        identity.base_version,
+        identity.version,
+        len(blocks),
+        len(frames),
+        int(columns.counts.sum()),
+        len(table),
+        len(packed_table),
+        sum(map(len, body)),
+    )
+    changes = np.array(
+        [(b.fingerprint_change.low, b.fingerprint_change.high) for b in blocks], "<u8"
+    )
+    return b"".join([header, packed_table, changes.tobytes(), *body])
+
+
+def decode_segment(
+    layout: Layout,
+    data: bytes | memoryview,
+    *,
+    expect: SegmentIdentity | None = None,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+) -> DecodedSegment:
+    """Read a segment, believing nothing: sizes are checked before anything of that size is made.
+
+    FormatError when the bytes are not a segment of this layout, IntegrityError when they are one
+    of another layout or not the `expect`ed one.
+    """
+    view = memoryview(data).cast("B").toreadonly()
+    header = _read_header(view, limits)
+    require_same_layout(layout.digest, header.identity.layout_digest, what="segment")
+    if expect is not None and header.identity != expect:
+        raise IntegrityError(
+            f"segment leads from {header.identity.base_version} to {header.identity.version},"
+            f" not from {expect.base_version} to {expect.version}",
+            kind=Kind.WRONG_BASE,
+        )
+    table = read_table(layout, _table_bytes(view, header), header.blocks, header.frames)
+    decoded_bytes = table.columns.decoded_bytes()
+    if decoded_bytes > limits.max_decoded_bytes:
+        raise FormatError(
+            f"segment decodes to {decoded_bytes} bytes, at most {limits.max_decoded_bytes} are"
+            " allowed",
+            kind=Kind.LIMIT,
+        )
+    stored = sum(row.stored_bytes for frame in table.frames for row in frame.streams)
+    if table.nnz != header.nnz or stored != header.body_bytes:
+        raise FormatError("segment header and table disagree on sizes", kind=Kind.FIELD)
+    blocks = _read_blocks(view, header, table)
+    encodings = frozenset(_labels(table.columns))
+    stats = SegmentStats(
+        header.blocks, header.frames, header.nnz, len(view), decoded_bytes, encodings
+    )
+    return DecodedSegment(header.identity, blocks, stats)
+
+
+def segment_encodings(data: bytes | memoryview) -> frozenset[str]:
+    """The names of the index and value encodings a segment uses, for the manifest."""
+    view = memoryview(data).cast("B").toreadonly()
+    header = _read_header(view, DEFAULT_LIMITS)
+    return frozenset(read_forms(_table_bytes(view, header), header.blocks))
+
+
+def estimated_bytes(block: Block) -> int:
+    """About how many bytes a block takes in a segment, for packing; never far below the truth."""
+    if block.kind is ValueKind.DENSE:
+        return block.values.nbytes + 64
+    gap = max(block.box.elements // block.nnz, 1)
+    index_bits = block.nnz * (gap.bit_length() + 1)
+    value_bits = block.nnz * (2 if block.kind is ValueKind.STEPS else block.values.itemsize * 8)
+    return (index_bits + value_bits) // 8 + 64
+
+
+def _columns_of(layout: Layout, blocks: Sequence[Block]) -> FrameColumns:
+    known = layout_columns(layout)
+    for block in blocks:
+        if not 0 <= block.tensor < len(layout):
+            raise InvalidInputError(f"no tensor {block.tensor} in the layout", kind=Kind.FIELD)
+    tensors = np.array([block.tensor for block in blocks], np.int64)
+    return FrameColumns(
+        np.array([KIND_NUMBERS[block.kind] for block in blocks], np.int64),
+        known.element_bits[tensors],
+        np.array([block.values.size for block in blocks], np.int64),
+        np.array([block.box.elements for block in blocks], np.int64),
+        np.zeros(len(blocks), np.int64),
+        np.zeros(len(blocks), np.int64),
+    )
+
+
+def _check_writable(tensors: Numbers, blocks: Sequence[Block], columns: FrameColumns) -> None:
+    widths = columns.element_bits.tolist()
+    shapes = [b.box.elements for b in blocks]
+    for block, bits, elements in zip(blocks, widths, shapes, strict=True):
+        dense = block.kind is ValueKind.DENSE
+        indices = block.indices
+        if (
+            block.values.dtype.kind != "u"
+            or block.values.itemsize * 8 != bits
+            or block.values.ndim != 1
+            or dense != (indices is None)
+            or not 0 < block.values.size <= elements <= MAX_BOX_ELEMENTS
+            or (dense and block.values.size != elements)
+            or (
+                indices is not None
+                and (indices.dtype != np.uint32 or indices.shape != block.values.shape)
+            )
+        ):
+            raise InvalidInputError(
+                f"block of tensor {block.tensor} at {block.box} is malformed: {block.kind.name},"
+                f" {block.values.dtype} values {block.values.shape}, indices"
+                f" {None if indices is None else (indices.dtype, indices.shape)}",
+                kind=Kind.FIELD,
+                hint=f"boxes have 1 to {MAX_BOX_ELEMENTS} elements, sparse blocks a change",
+            )
+    flat = np.array([block.box.flat for block in blocks], bool)
+    try:
+        check_boxes(tensors, [block.box for block in blocks])
+    except FormatError as err:
+        raise InvalidInputError(err.message, kind=err.kind) from err
+    if flat.any():
+        starts = np.array([b.box.start[0] for b in blocks if b.box.flat], np.int64)
+        ends = starts + columns.elements[flat]
+        owner = tensors[flat]
+        if ((owner[1:] == owner[:-1]) & (starts[1:] < ends[:-1])).any():
+            raise InvalidInputError("runs of a tensor overlap", kind=Kind.BOX)
+    if columns.decoded_bytes() > DEFAULT_LIMITS.max_decoded_bytes:
+        raise InvalidInputError(
+            f"segment would decode to {columns.decoded_bytes()} bytes",
+            kind=Kind.LIMIT,
+            hint=f"at most {DEFAULT_LIMITS.max_decoded_bytes}: use more segments",
+        )
+
+
+def _check_fits(layout: Layout, blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        if not block.box.fits(layout.tensors[block.tensor].element_shape):
+            raise InvalidInputError(
+                f"box {block.box} leaves tensor {layout.tensors[block.tensor].name!r}",
+                kind=Kind.BOX,
+            )
+
+
+def _stream_bytes(columns: FrameColumns) -> Numbers:
+    widths = columns.element_bits // 8
+    per_value = np.choose(columns.kinds, [np.ones_like(widths), 1 + widths, widths])
+    sizes: Numbers = columns.counts * per_value + columns.counts // 2
+    return sizes
+
+
+def _labels(columns: FrameColumns) -> set[str]:
+    names = {VALUE_KINDS[number].value for number in np.unique(columns.kinds).tolist()}
+    numbers = np.unique(columns.encodings[columns.encodings != IndexEncoding.NONE]).tolist()
+    return names | {IndexEncoding(number).label for number in numbers}
+
+
+def _read_header(view: memoryview, limits: DecodeLimits) -> _Header:
+    if len(view) < HEADER_BYTES:
+        raise FormatError(
+            f"segment of {len(view)} bytes is shorter than its header", kind=Kind.TRUNCATED
+        )
+    magic, order, fmt, flags, digest, base, version, *sizes = HEADER.unpack(view[:HEADER_BYTES])
+    if magic != MAGIC:
+        raise FormatError("these bytes are not a deltastore segment", kind=Kind.MAGIC)
+    if order != BYTE_ORDER:
+        raise FormatError("segment is not little-endian", kind=Kind.MAGIC)
+    if fmt != FORMAT_VERSION:
+        raise FormatError(
+            f"segment format {fmt} is not {FORMAT_VERSION}",
+            kind=Kind.FORMAT_VERSION,
+            hint="upgrade deltastore",
+        )
+    if flags:
+        raise FormatError(f"segment flags {flags:#x} are reserved", kind=Kind.FIELD)
+    if not base < version <= MAX_VERSION:
+        raise FormatError(f"segment leads from {base} to {version}", kind=Kind.FIELD)
+    header = _Header(SegmentIdentity(digest.hex(), base, version), *sizes)
+    if header.blocks > MAX_BLOCKS or header.frames > header.blocks:
+        raise FormatError(
+            f"segment of {header.blocks} blocks in {header.frames} frames", kind=Kind.LIMIT
+        )
+    if header.table_raw_bytes > limits.max_table_bytes:
+        raise FormatError(f"segment table of {header.table_raw_bytes} bytes", kind=Kind.LIMIT)
+    expected = (
+        HEADER_BYTES
+        + header.table_stored_bytes
+        + header.blocks * FINGERPRINT_BYTES
+        + header.body_bytes
+    )
+    if len(view) != expected:
+        short = len(view) < expected
+        raise FormatError(
+            f"segment has {len(view)} bytes, its header says {expected}",
+            kind=Kind.TRUNCATED if short else Kind.TRAILING,
+        )
+    return header
+
+
+def _table_bytes(view: memoryview, header: _Header) -> Bytes:
+    stored = view[HEADER_BYTES : HEADER_BYTES + header.table_stored_bytes]
+    return unpack(stored, header.table_raw_bytes, what="segment table")
+
+
+def _read_blocks(view: memoryview, header: _Header, table: SegmentTable) -> list[Block]:
+    at = HEADER_BYTES + header.table_stored_bytes
+    changes = np.frombuffer(view, "<u8", 2 * header.blocks, at).tolist()
+    at += header.blocks * FINGERPRINT_BYTES
+    blocks: list[Block] = []
+    for number, frame in enumerate(table.frames):
+        stored: list[memoryview] = []
+        for row in frame.streams:
+            stored.append(view[at : at + row.stored_bytes])
+            at += row.stored_bytes
+        first = len(blocks)
+        columns = table.columns.part(first, first + frame.blocks)
+        kinds = columns.kinds.tolist()
+        parts = decode_frame(columns, frame.streams, stored, what=f"frame {number}")
+        for i, (indices, values) in enumerate(parts):
+            place = first + i
+            change = Fingerprint(changes[2 * place], changes[2 * place + 1])
+            kind = VALUE_KINDS[kinds[i]]
+            blocks.append(
+                Block(table.tensors[place], table.boxes[place], kind, indices, values, change)
+            )
+    return blocks
