@@ -1,0 +1,186 @@
+"""One unreadable manifest must not hide the ten damaged ones after it: the walk goes on.
+
+Reads every manifest of a run, links each to the one before it where both can be read, and keeps
+what later checks need: which versions are damaged, and from where the chain can start again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
+from deltastore.format.manifest import VersionKind
+from deltastore.maintenance.findings import RESTORE, Defect, Finding, Severity, finding_of
+from deltastore.repository.fetch import load_manifest
+from deltastore.repository.points import ActiveVersion, check_link
+from deltastore.repository.resolve import list_versions, version_exists
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from deltastore.format.manifest import VersionManifest
+    from deltastore.repository.run import Run
+
+
+@dataclass(slots=True)
+class Chain:
+    """What is known of a run's chain so far; checks add to it.
+
+    Args:
+        first, head: lowest and newest committed version; None when there is none.
+        manifests: the readable ones, by version.
+        damaged: versions that their own objects cannot make.
+        findings: in the order in which they were made.
+        replayed: versions rebuilt and proved so far.
+    """
+
+    first: int | None = None
+    head: int | None = None
+    manifests: dict[int, VersionManifest] = field(default_factory=dict)
+    damaged: set[int] = field(default_factory=set)
+    findings: list[Finding] = field(default_factory=list)
+    replayed: int = 0
+
+    def damage(self, finding: Finding) -> None:
+        """Note an error, and that its version cannot be made from what is there."""
+        self.findings.append(finding)
+        if finding.version is not None:
+            self.damaged.add(finding.version)
+
+    def unreachable(self) -> Iterator[tuple[int, int]]:
+        """Runs of versions (first, last) that cannot be rebuilt: from damage to the next full."""
+        if self.first is None or self.head is None:
+            return
+        broken_since: int | None = None
+        for version in range(self.first, self.head + 1):
+            manifest = self.manifests.get(version)
+            whole = version not in self.damaged and manifest is not None
+            full = manifest is not None and manifest.core.kind is VersionKind.FULL
+            if whole and full and broken_since is not None:
+                yield broken_since, version - 1
+                broken_since = None
+            elif not whole and broken_since is None:
+                broken_since = version
+        if broken_since is not None:
+            yield broken_since, self.head
+
+    def report_unreachable(self) -> None:
+        """Add what the damage means: which versions nobody can rebuild from this bucket."""
+        for first, last in self.unreachable():
+            which = f"version {first}" if first == last else f"versions {first} to {last}"
+            self.findings.append(
+                Finding(
+                    severity=Severity.ERROR,
+                    defect=Defect.UNREACHABLE,
+                    key=None,
+                    version=first,
+                    message=f"{which} cannot be rebuilt from this bucket",
+                    remedy="restore what the findings above name, or publish a full version",
+                )
+            )
+
+
+def read_chain(run: Run) -> Chain:
+    """Every manifest of the run, read and linked."""
+    chain = Chain()
+    present = _present_versions(run)
+    if not present:
+        chain.findings.append(
+            Finding(
+                severity=Severity.ERROR,
+                defect=Defect.HOLE,
+                key=run.keys.version(0),
+                version=0,
+                message="the run has no version at all: its creation was cut short",
+                remedy="run the same `deltastore init` again to finish it",
+            )
+        )
+        return chain
+    chain.first, chain.head = min(present), max(present)
+    base: ActiveVersion | None = None
+    for version in range(chain.first, chain.head + 1):
+        base = _read_version(run, chain, version, base) if version in present else None
+    _report_holes(run, chain, present)
+    _check_start(run, chain)
+    return chain
+
+
+def _present_versions(run: Run) -> set[int]:
+    """Committed versions: the listing, what it forgot, and what was committed since."""
+    present = set(list_versions(run))
+    if not present:
+        return {0} if version_exists(run, 0) else set()
+    while version_exists(run, max(present) + 1):
+        present.add(max(present) + 1)
+    for version in range(min(present), max(present)):
+        if version not in present and version_exists(run, version):
+            present.add(version)
+    return present
+
+
+def _read_version(
+    run: Run, chain: Chain, version: int, base: ActiveVersion | None
+) -> ActiveVersion | None:
+    """Read and link one version; return it as the base of the next, None when unreadable."""
+    key = run.keys.version(version)
+    try:
+        manifest = load_manifest(run, version)
+    except NotFoundError as err:
+        if err.kind is not Kind.VERSION_MISSING:
+            raise
+        chain.damage(finding_of(err, version=version, key=key))
+        return None
+    except (FormatError, IntegrityError) as err:
+        chain.damage(finding_of(err, version=version, key=key))
+        return None
+    chain.manifests[version] = manifest
+    if base is not None:
+        try:
+            check_link(base, manifest)
+        except IntegrityError as err:
+            chain.damage(finding_of(err, version=version, key=key))
+    return ActiveVersion.of(manifest)
+
+
+def _report_holes(run: Run, chain: Chain, present: set[int]) -> None:
+    """One finding per run of absent numbers: a lost prefix must not print a million lines."""
+    for first, last in _gaps(sorted(present)):
+        which = f"version {first} is" if first == last else f"versions {first} to {last} are"
+        chain.damage(
+            Finding(
+                severity=Severity.ERROR,
+                defect=Defect.HOLE,
+                key=run.keys.version(first),
+                version=first,
+                message=f"{which} missing below HEAD {chain.head}",
+                remedy="copy the manifests from another region: they are never deleted",
+            )
+        )
+
+
+def _gaps(versions: Iterable[int]) -> Iterator[tuple[int, int]]:
+    before: int | None = None
+    for version in versions:
+        if before is not None and version > before + 1:
+            yield before + 1, version - 1
+        before = version
+
+
+def _check_start(run: Run, chain: Chain) -> None:
+    """A chain starts at version 0, or in a region that was restarted at a full version."""
+    if not chain.first:
+        return
+    manifest = chain.manifests.get(chain.first)
+    if manifest is not None and manifest.core.kind is VersionKind.FULL:
+        return
+    chain.damage(
+        Finding(
+            severity=Severity.ERROR,
+            defect=Defect.HOLE,
+            key=run.keys.version(0),
+            version=chain.first,
+            message=f"the chain begins at version {chain.first}, which is not a full version",
+            remedy=RESTORE,
+        )
+    )
