@@ -1,0 +1,257 @@
+"""A command that imports everything to print its help is not used: this file only parses words.
+
+Each command names its arguments here and hands them to a module that is imported when it runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - the framework evaluates annotations at run time
+from typing import Annotated
+
+import typer
+
+from deltastore import __version__
+from deltastore.cli.group import CommandGroup
+from deltastore.cli.output import Output
+
+app = typer.Typer(
+    cls=CommandGroup,
+    help="Lossless sparse weight deltas from trainers to rollout actors, through S3 buckets.",
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,  # its traceback prints local variables: secrets are some
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RunUrl = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_URL",
+        help="Where the run is: s3://bucket/prefix/run or file:///absolute/folder/run.",
+        show_default=False,
+    ),
+]
+EndpointUrl = Annotated[
+    str | None,
+    typer.Option("--endpoint-url", metavar="URL", help="S3 endpoint, when it is not AWS."),
+]
+Region = Annotated[
+    str | None,
+    typer.Option("--region", metavar="NAME", help="S3 region."),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="NAME", help="Profile of the AWS configuration files."),
+]
+AccessKeyEnv = Annotated[
+    str | None,
+    typer.Option(
+        "--access-key-env",
+        metavar="VARIABLE",
+        help="Environment variable that holds the access key; default: the usual AWS places.",
+    ),
+]
+SecretKeyEnv = Annotated[
+    str | None,
+    typer.Option(
+        "--secret-key-env",
+        metavar="VARIABLE",
+        help="Environment variable that holds the secret key; default: the usual AWS places.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Streams = Annotated[
+    int, typer.Option("--streams", min=1, max=256, help="Parallel connections to the store.")
+]
+Version = Annotated[
+    int | None,
+    typer.Option("--version", min=0, metavar="V", help="Version; default: the newest."),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"deltastore {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show the traceback of an error too.")
+    ] = False,
+) -> None:
+    """Lossless sparse weight deltas from trainers to rollout actors, through S3 buckets."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@app.command()
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="Checkpoint folder to start from.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Checkpoint folder to arrive at.")],
+    out: Annotated[Path, typer.Option("--out", help="Bundle to write; must not exist.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write what turns checkpoint OLD into checkpoint NEW into one file."""
+    from deltastore.cli.bundles import diff_checkpoints
+
+    diff_checkpoints(old, new, out, Output(as_json))
+
+
+@app.command()
+def apply(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="Checkpoint folder it starts from.")],
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file that `diff` wrote.")],
+    out: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write; must not exist.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write the checkpoint that OLD and BUNDLE make; OLD is not changed."""
+    from deltastore.cli.bundles import apply_bundle
+
+    apply_bundle(old, bundle, out, Output(as_json))
+
+
+@app.command()
+def init(
+    run_url: RunUrl,
+    checkpoint: Annotated[
+        Path, typer.Option("--checkpoint", help="Checkpoint folder that becomes version 0.")
+    ],
+    step: Annotated[
+        int, typer.Option("--step", min=0, help="Optimizer steps already in the checkpoint.")
+    ] = 0,
+    home: Annotated[
+        str, typer.Option("--home", help="Name of the region this bucket is.")
+    ] = "home",
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run whose version 0 is a checkpoint."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.runs import init_run
+
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    init_run(run_url, connection, checkpoint, step=step, home_name=home, output=Output(as_json))
+
+
+@app.command()
+def publish(
+    run_url: RunUrl,
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder to publish.")
+    ],
+    step: Annotated[int, typer.Option("--step", min=0, help="Optimizer step of the checkpoint.")],
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Publish a checkpoint as the next version of a run."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.runs import publish_checkpoint
+
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    publish_checkpoint(
+        run_url, connection, checkpoint, step=step, streams=streams, output=Output(as_json)
+    )
+
+
+@app.command()
+def log(
+    run_url: RunUrl,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=1_000_000, help="Newest versions to list.")
+    ] = 50,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """List the versions of a run, newest last."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.history import list_history
+
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    list_history(run_url, connection, limit=limit, streams=streams, output=Output(as_json))
+
+
+@app.command()
+def show(
+    run_url: RunUrl,
+    version: Version = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one version of a run: what it is, what it is made of, and what names it."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.history import show_version
+
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    show_version(run_url, connection, version=version, output=Output(as_json))
+
+
+@app.command()
+def replay(
+    run_url: RunUrl,
+    out: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write; must not exist.")],
+    version: Version = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a version from the bucket alone and write it as a checkpoint."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.restore import replay_version
+
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    replay_version(
+        run_url, connection, out, version=version, streams=streams, output=Output(as_json)
+    )
+
+
+@app.command()
+def verify(
+    run_url: RunUrl,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Also read every object and replay every version."),
+    ] = False,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Check a run: manifests, chain, objects, and with --deep every bit of every version."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.verify import verify_run
+
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    verify_run(run_url, connection, deep=deep, streams=streams, output=Output(as_json))

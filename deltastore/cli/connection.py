@@ -1,0 +1,97 @@
+"""A secret on a command line is in every process listing: here options name variables, not values.
+
+Opens the store and the run behind a run URL. Keys come from the usual AWS environment and
+configuration files, or from variables that the caller names.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deltastore.clock import SystemClock
+from deltastore.errors import InvalidInputError, Kind
+from deltastore.repository.run import Run, open_run
+from deltastore.storage.url import open_store, split_run_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from deltastore.storage.store import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How to reach a store, as the command line said it.
+
+    Args:
+        endpoint_url, region, profile: as for any S3 tool; None leaves them to the AWS environment.
+        access_key_env, secret_key_env: names of the variables that hold the keys.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    access_key_env: str | None = None
+    secret_key_env: str | None = None
+
+    @contextmanager
+    def store(self, run_url: str, *, streams: int = 8) -> Iterator[tuple[ObjectStore, str]]:
+        """The store that `run_url` lies in and the run's name; closed at the end of the block.
+
+        `streams` parts of one large object are in flight at once.
+        """
+        _refuse_password_in(run_url)
+        store_url, name = split_run_url(run_url)
+        if (self.access_key_env is None) != (self.secret_key_env is None):
+            raise InvalidInputError(
+                "--access-key-env and --secret-key-env belong together",
+                kind=Kind.SETTING,
+                hint="give both, or neither to use the AWS environment and profiles",
+            )
+        store = open_store(
+            store_url,
+            endpoint_url=self.endpoint_url,
+            region=self.region,
+            profile=self.profile,
+            access_key=_variable(self.access_key_env),
+            secret_key=_variable(self.secret_key_env),
+            streams=streams,
+            clock=SystemClock(),
+        )
+        try:
+            yield store, name
+        finally:
+            store.close()
+
+    @contextmanager
+    def run(self, run_url: str, *, streams: int = 8) -> Iterator[Run]:
+        """The run at `run_url`, opened; NotFoundError(run_missing) when there is none."""
+        with self.store(run_url, streams=streams) as (store, name):
+            yield open_run(store, name)
+
+
+def _variable(name: str | None) -> str | None:
+    if name is None:
+        return None
+    value = os.environ.get(name)
+    if not value:
+        raise InvalidInputError(
+            f"environment variable {name} is not set",
+            kind=Kind.SETTING,
+            hint="export it, or name the variable that holds the key",
+        )
+    return value
+
+
+def _refuse_password_in(run_url: str) -> None:
+    """Before anything else looks at the URL: a message about it would print the password."""
+    authority = run_url.partition("://")[2].partition("/")[0]
+    if ":" in authority.rpartition("@")[0]:
+        raise InvalidInputError(
+            "the run URL has a password in it",
+            kind=Kind.URL,
+            hint="take it out; use --profile, or --access-key-env and --secret-key-env",
+        )

@@ -1,0 +1,91 @@
+"""A half-written output that looks finished is worse than none: outputs appear whole or not at all.
+
+What the system says about a file becomes a typed error that names the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deltastore.errors import (
+    ConflictError,
+    DeltastoreError,
+    InvalidInputError,
+    Kind,
+    NotFoundError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import BinaryIO
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise unless `out` can be created: before the work, not after it."""
+    if out.is_symlink() or out.exists():
+        raise _exists(out)
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise NotFoundError(
+            f"folder {str(parent)!r} does not exist",
+            kind=Kind.FILE_MISSING,
+            hint="make it, or choose another --out",
+        )
+
+
+@contextmanager
+def new_file(out: Path) -> Iterator[BinaryIO]:
+    """A file that appears as `out` when the block ends without an error, and never replaces one."""
+    with typed_errors(out):
+        fd, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.absolute().parent)
+        unfinished = Path(name)
+        try:
+            with os.fdopen(fd, "wb") as handle:
+                yield handle
+                handle.flush()
+                os.fsync(handle.fileno())
+            unfinished.chmod(0o644)
+            # link, not rename: it fails when somebody made `out` in the meantime.
+            os.link(unfinished, out)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def typed_errors(path: Path) -> Iterator[None]:
+    """Turn what the system says about `path` into an error of deltastore's tree."""
+    try:
+        yield
+    except DeltastoreError:
+        raise
+    except FileExistsError as err:
+        raise _exists(path) from err
+    except (FileNotFoundError, NotADirectoryError) as err:
+        raise NotFoundError(
+            f"{str(path)!r} does not exist", kind=Kind.FILE_MISSING, hint="check the path"
+        ) from err
+    except IsADirectoryError as err:
+        raise InvalidInputError(
+            f"{str(path)!r} is a folder, not a file", kind=Kind.PAYLOAD, hint="name a file"
+        ) from err
+    except OSError as err:
+        full = err.errno in {errno.ENOSPC, errno.EDQUOT}
+        raise StorageError(
+            f"{str(path)!r}: {err.strerror or err}",
+            kind=Kind.DISK_FULL if full else Kind.UNAVAILABLE,
+            hint="free some space" if full else "check the permissions of the path",
+        ) from err
+
+
+def _exists(out: Path) -> ConflictError:
+    return ConflictError(
+        f"{str(out)!r} exists already",
+        kind=Kind.OUTPUT_EXISTS,
+        hint="choose another --out, or remove it first: nothing is overwritten",
+    )
