@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deltastore.chain.apply import block_change, inverse, new_bits
+from deltastore.chain.apply import block_change, inverse, new_bits, unsettled_tensors
 from deltastore.config import FollowerSettings
 from deltastore.errors import ApplyError, IntegrityError, Kind
 from deltastore.events import ActivationFailed, VersionActivated, discard
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.format.block import Block
     from deltastore.format.dtypes import Bits
+    from deltastore.format.fingerprint import Fingerprint
     from deltastore.format.layout import BitState
     from deltastore.pipeline.protocols import WeightTarget
     from deltastore.pipeline.staged import StagedUpdate
@@ -158,18 +159,21 @@ class Applier:
         """Pass 1: prove on the live weights that every block does what it declares."""
         layout = self._target.layout
         total = self._active.fingerprint
+        found: list[tuple[Block, Fingerprint]] = []
         for block in update.blocks:
             old = self._target.gather(block.tensor, block.box, block.indices)
             change = block_change(layout, block, old, new_bits(block, old))
-            if change != block.fingerprint_change:
-                raise ApplyError(
-                    f"tensor {layout.tensors[block.tensor].name!r} does not hold the bits that"
-                    f" version {update.target.version} builds on; nothing was written",
-                    kind=Kind.ROLLED_BACK,
-                    version=update.target.version,
-                    hint="check the live weights with a whole fingerprint; re-anchor if it differs",
-                )
+            found.append((block, change))
             total = total + change
+        wrong = [layout.tensors[tensor].name for tensor in unsettled_tensors(found)]
+        if wrong:
+            raise ApplyError(
+                f"{len(wrong)} tensors do not hold the bits that version {update.target.version}"
+                f" builds on: {wrong[:5]}; nothing was written",
+                kind=Kind.ROLLED_BACK,
+                version=update.target.version,
+                hint="check the live weights with a whole fingerprint; re-anchor if it differs",
+            )
         if total != update.target.fingerprint:
             raise ApplyError(
                 f"the update does not lead to version {update.target.version}; nothing was written",

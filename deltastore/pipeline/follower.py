@@ -75,7 +75,6 @@ class Follower:
         self._lock = threading.Lock()
         self._tip = active
         self._staged: StagedUpdate | None = None
-        self._unreadable: frozenset[int] = frozenset()
         self._error: DeltastoreError | None = None
         self._head_seen = active.version
         self._last_new_s: float | None = None
@@ -169,15 +168,12 @@ class Follower:
             return None
         self._head_seen = max(self._head_seen, following)
         check_link(tip, manifest)
-        if following not in self._unreadable:
-            try:
-                return self._stage(tip, manifest)
-            except (IntegrityError, FormatError, NotFoundError) as err:
-                if err.kind in {Kind.BUCKET_MISSING, Kind.RUN_MISSING}:
-                    raise
-                self._unreadable |= {following}
-                self._error = err
-        return self._stage_around(tip, following)
+        try:
+            return self._stage(tip, manifest)
+        except (IntegrityError, FormatError, NotFoundError) as err:
+            if err.kind in {Kind.BUCKET_MISSING, Kind.RUN_MISSING}:
+                raise
+            return self._stage_around(tip, following, err)
 
     def _refuse_hole(self, following: int) -> None:
         """An absent next version is the end, unless a later one is known to exist."""
@@ -215,20 +211,21 @@ class Follower:
         )
         return update
 
-    def _stage_around(self, tip: ActiveVersion, unreadable: int) -> StagedUpdate | None:
+    def _stage_around(
+        self, tip: ActiveVersion, unreadable: int, cause: DeltastoreError
+    ) -> StagedUpdate:
         """Plan past an unreadable version: only a full version above it can help."""
-        newest = self._newest(unreadable)
-        links = links_to(
-            self._run,
-            newest,
-            held=tip,
-            streams=self._settings.streams,
-            avoid=self._unreadable,
-        )
-        first = links[0]
-        update = self._stage(tip, first)
-        self._unreadable = frozenset(v for v in self._unreadable if v > first.core.version)
-        return update
+        try:
+            links = links_to(
+                self._run,
+                self._newest(unreadable),
+                held=tip,
+                streams=self._settings.streams,
+                avoid=frozenset({unreadable}),
+            )
+        except NotFoundError:
+            raise cause from None  # no way around: wait here, and read it again at the next poll
+        return self._stage(tip, links[0])
 
     def _newest(self, known: int) -> int:
         hinted = read_head_hint(self._run)
