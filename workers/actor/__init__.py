@@ -1,0 +1,1 @@
+"""A rollout actor: follows a run by deltas and generates what it holds leases for."""

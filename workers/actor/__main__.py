@@ -1,0 +1,34 @@
+"""`python -m workers.actor FILE`: follow and serve the run that the JSON file describes.
+
+SIGTERM drains: generation in progress is finished or handed back, then the actor leaves. Exit codes
+are those of the command line (deltastore/cli/exits.py).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from deltastore.errors import InvalidInputError, Kind
+from workers.actor.assembly import act
+from workers.wiring import open_surroundings, run_worker
+
+if TYPE_CHECKING:
+    from workers.actor.loop import Actor
+    from workers.config import WorkerConfig
+
+
+def _work(config: WorkerConfig) -> None:
+    if config.actor is None:
+        raise InvalidInputError("the file has no `actor` part", kind=Kind.SETTING)
+    with open_surroundings(config, config.actor.actor_id) as around:
+        act(around, _stop_on_sigterm)
+
+
+def _stop_on_sigterm(actor: Actor) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: actor.request_stop())
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(_work, sys.argv[1:]))

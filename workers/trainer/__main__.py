@@ -1,0 +1,30 @@
+"""`python -m workers.trainer FILE`: train the run that the JSON file describes.
+
+Exit codes are those of the command line (deltastore/cli/exits.py): 8 when another trainer has taken
+the run, 9 when Redis or all actors were away for too long.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from workers.trainer.assembly import train
+from workers.trainer.ending import TRAINER
+from workers.wiring import open_surroundings, run_worker
+
+if TYPE_CHECKING:
+    from workers.config import WorkerConfig
+
+
+def _work(config: WorkerConfig) -> None:
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
+    with open_surroundings(config, TRAINER) as around:
+        train(around, stopping)
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(_work, sys.argv[1:]))

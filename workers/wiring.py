@@ -1,0 +1,140 @@
+"""A part that reads the environment cannot be tested or trusted: this module reads it for all.
+
+Builds what a worker's file names: stores with their credentials, the run in every region,
+coordination, event sink. And turns what went wrong into one line and an exit code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from deltastore.cli.exits import ExitCode, exit_code
+from deltastore.clock import SystemClock
+from deltastore.coordination.redis import RedisCoordination
+from deltastore.errors import DeltastoreError, InvalidInputError, Kind
+from deltastore.observability.jsonl import JsonlSink
+from deltastore.repository.run import open_run
+from deltastore.storage.url import open_store
+from workers.config import load_config
+from workers.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from deltastore.clock import Clock
+    from deltastore.coordination.backend import Coordination
+    from deltastore.events import EventSink
+    from deltastore.repository.run import Run
+    from deltastore.storage.store import ObjectStore
+    from workers.config import RegionConfig, WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a worker works with.
+
+    Args:
+        regions: the run in every region, by name.
+    """
+
+    config: WorkerConfig
+    regions: Mapping[str, Run]
+    coordination: Coordination
+    folder: RunFolder
+    clock: Clock
+    sink: EventSink
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The local checkpoint, if the worker has one."""
+        return None if self.config.checkpoint is None else Path(self.config.checkpoint)
+
+
+@contextmanager
+def open_surroundings(config: WorkerConfig, worker: str) -> Iterator[Surroundings]:
+    """Build everything a worker's file names; released at the end."""
+    clock = SystemClock()
+    with ExitStack() as stack:
+        folder = RunFolder(Path(config.run_dir))
+        sink = stack.enter_context(JsonlSink(folder.events(worker), clock))
+        regions = {}
+        for region in config.regions:
+            store = _open_store(region, clock)
+            stack.callback(store.close)
+            regions[region.name] = open_run(store, config.run)
+        coordination = RedisCoordination(_redis_url(config), config.run, clock)
+        stack.callback(coordination.close)
+        yield Surroundings(config, regions, coordination, folder, clock, sink)
+
+
+def run_worker(work: Callable[[WorkerConfig], None], arguments: Sequence[str]) -> int:
+    """Run a worker on the file that its only argument names; return its exit code."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    for chatty in ("boto3", "botocore", "urllib3", "s3transfer"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        if len(arguments) != 1:
+            raise InvalidInputError(
+                "a worker takes one argument: the path of its JSON file", kind=Kind.SETTING
+            )
+        work(load_config(Path(arguments[0])))
+    except DeltastoreError as err:
+        sys.stderr.write(f"error: {err.kind.value}: {err}\n")
+        return int(exit_code(err))
+    return int(ExitCode.OK)
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child process: this one's, with `extra` on top."""
+    return {**os.environ, **extra}
+
+
+def user_cache_dir() -> Path:
+    """deltastore's folder for what can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "deltastore"
+
+
+def _open_store(region: RegionConfig, clock: Clock) -> ObjectStore:
+    return open_store(
+        region.url,
+        endpoint_url=region.endpoint_url,
+        region=region.region,
+        profile=region.profile,
+        access_key=_secret(region.access_key_env),
+        secret_key=_secret(region.secret_key_env),
+        clock=clock,
+    )
+
+
+def _redis_url(config: WorkerConfig) -> str:
+    password = _secret(config.redis_password_env)
+    if password is None:
+        return config.redis_url
+    parts = urlsplit(config.redis_url)
+    return urlunsplit(parts._replace(netloc=f":{quote(password, safe='')}@{parts.netloc}"))
+
+
+def _secret(name: str | None) -> str | None:
+    """The value of the environment variable that the file names; it must be there."""
+    if name is None:
+        return None
+    value = os.environ.get(name)
+    if not value:
+        raise InvalidInputError(
+            f"environment variable {name} is not set",
+            kind=Kind.SETTING,
+            hint="the worker's file says that it carries a secret",
+        )
+    return value
