@@ -1,0 +1,70 @@
+"""Samples are folded once each, and a returning actor earns its share back."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltastore.coordination.backend import ThroughputSample
+from deltastore.scheduling.pace import ALPHA, RECOVERY_LEASES, Pace, lease_s_for, shares
+
+
+def _sample(at_s: float, tokens: int = 100, *, counts: bool = True) -> ThroughputSample:
+    return ThroughputSample(at_s, 10.0, tokens, counts)
+
+
+def test_each_sample_once() -> None:
+    """Folding an overlapping window again changes nothing."""
+    window = [_sample(1.0), _sample(2.0, 200)]
+    pace = Pace().fold(window)
+    assert pace.fold(window) == pace
+    assert pace.fold([*window, _sample(3.0)]) == pace.fold([_sample(3.0)])
+
+
+def test_the_first_lease_after_a_join_does_not_count() -> None:
+    """A sample marked as not counting moves the cursor and nothing of the speed."""
+    pace = Pace().fold([_sample(1.0, 1, counts=False)])
+    assert pace.ema == Pace().ema
+    assert pace.points == ()
+    assert pace.cursor_s == 1.0
+
+
+def test_a_returning_actor_earns_its_share_back() -> None:
+    """ALPHA at the return, the whole share after RECOVERY_LEASES kept leases."""
+    pace = Pace().rejoined()
+    assert pace.factor == ALPHA
+    assert pace.fold([_sample(1.0, 0)]).factor == ALPHA
+    factors = []
+    for i in range(RECOVERY_LEASES + 1):
+        pace = pace.fold([_sample(2.0 + i)])
+        factors.append(pace.factor)
+    assert factors == sorted(factors)
+    assert factors[-3] < 1.0
+    assert factors[-2:] == [1.0, 1.0]
+    assert pace.rejoined().rejoined().factor == ALPHA
+
+
+def test_the_new_start_at_their_peers_median() -> None:
+    """CASE L12: an actor without samples is planned at the median of the others."""
+    paces = {f"a{i}": Pace().fold([_sample(1.0, 100 * i)]) for i in (1, 2, 4)} | {"new": Pace()}
+    planned = {share.actor_id: share.tokens_per_s for share in shares(paces, 1.0)}
+    assert planned == {"a1": 10.0, "a2": 20.0, "a4": 40.0, "new": 20.0}
+
+
+def test_a_change_of_speed_beats_the_fit() -> None:
+    """A fit that the average contradicts describes a past speed and is not used."""
+    old = [ThroughputSample(float(i), 5.0 + i, 100 * i, True) for i in range(1, 9)]
+    pace = Pace().fold(old)
+    (share,) = shares({"a": pace}, 10.0)
+    assert share.overhead_s == pytest.approx(5.0)
+    slow = [ThroughputSample(20.0 + i, 200.0, 400, True) for i in range(4)]
+    (share,) = shares({"a": pace.fold(slow)}, 30.0)
+    assert share.overhead_s == 0.0
+
+
+def test_lease_length_follows_speed_and_work() -> None:
+    """Three times the expected time, within bounds; an unknown actor gets the longest."""
+    pace = Pace().fold([_sample(1.0)])
+    assert lease_s_for(pace, 200, min_s=5.0, max_s=300.0) == pytest.approx(60.0)
+    assert lease_s_for(pace, 1, min_s=5.0, max_s=300.0) == 5.0
+    assert lease_s_for(pace, 10**9, min_s=5.0, max_s=300.0) == 300.0
+    assert lease_s_for(Pace(), 1, min_s=5.0, max_s=300.0) == 300.0
