@@ -148,11 +148,10 @@ def _judge_unnamed(
         case KeyKind.ANCHOR_FILE | KeyKind.COMPOSITE_SEGMENT:
             if f"{key.rsplit('/', 2)[0]}.json" in listing:
                 return None  # belongs to a shortcut
-        case KeyKind.SEGMENT:
-            if _is_of_unread(chain, parsed.version):
-                return None  # its manifest is the finding
-        case KeyKind.LAYOUT:
+        case KeyKind.SEGMENT | KeyKind.LAYOUT:
             pass
+    if chain.is_unread(parsed.version):
+        return None  # its manifest is the finding
     ahead = chain.head is not None and parsed.version is not None and parsed.version > chain.head
     return Finding(
         severity=Severity.NOTE,
@@ -164,10 +163,6 @@ def _judge_unnamed(
         else "left by an attempt that was not committed",
         remedy="none needed: it may be deleted when nobody publishes",
     )
-
-
-def _is_of_unread(chain: Chain, version: int | None) -> bool:
-    return version in chain.damaged and version not in chain.manifests
 
 
 def _stray(key: str) -> Finding:

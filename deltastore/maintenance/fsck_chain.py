@@ -48,6 +48,12 @@ class Chain:
         if finding.version is not None:
             self.damaged.add(finding.version)
 
+    def is_unread(self, version: int | None) -> bool:
+        """Whether it is a committed version whose manifest is missing or cannot be read."""
+        if version is None or self.first is None or self.head is None:
+            return False
+        return self.first <= version <= self.head and version not in self.manifests
+
     def unreachable(self) -> Iterator[tuple[int, int]]:
         """Runs of versions (first, last) that cannot be rebuilt: from damage to the next full."""
         if self.first is None or self.head is None:

@@ -25,7 +25,7 @@ from deltastore.format.manifest import VersionKind
 from deltastore.format.mixing import fingerprint_state
 from deltastore.maintenance.findings import Defect, Finding, Severity, finding_of
 from deltastore.repository.fetch import fetch_blocks
-from deltastore.repository.full import CHUNK_BYTES, fetch_full_state
+from deltastore.repository.full import CHUNK_BYTES, WEIGHTS_SUFFIX, fetch_full_state
 from deltastore.storage.store import ByteRange
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ def replay_chain(run: Run, chain: Chain, *, streams: int, progress: Progress) ->
     last: VersionManifest | None = None
     before = -1
     for version, manifest in sorted(chain.manifests.items()):
-        if version != before + 1 or version in chain.damaged:
-            state = None
+        full = manifest.core.kind is VersionKind.FULL
+        if full or version != before + 1 or version in chain.damaged:
+            state = None  # before the next one is read: two states need twice the memory
         state = _replay_version(run, chain, manifest, state, streams)
         if state is not None:
             chain.replayed += 1
@@ -74,7 +75,7 @@ def _replay_version(
     damaged_before = core.version in chain.damaged
     try:
         if core.kind is VersionKind.FULL:
-            made: BitState | None = fetch_full_state(run, manifest, streams=streams)
+            made = _read_full(run, manifest, streams)
         else:
             made = _apply_delta(run, manifest, state, streams)
     except _OF_THE_RUN as err:
@@ -84,6 +85,18 @@ def _replay_version(
             chain.damage(finding_of(err, version=core.version, key=err.key))
         return None
     return None if damaged_before else made
+
+
+def _read_full(run: Run, manifest: VersionManifest, streams: int) -> BitState | None:
+    """The state of a full version, all its files read; None when they are not in this bucket."""
+    files = manifest.core.files
+    if any(file.key is None for file in files):
+        return None
+    state = fetch_full_state(run, manifest, streams=streams)
+    for file in files:
+        if file.key is not None and not file.name.endswith(WEIGHTS_SUFFIX):
+            _check_digest(run, file.key, file.size_bytes, file.sha256)
+    return state
 
 
 def _apply_delta(
