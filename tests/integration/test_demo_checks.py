@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deltastore.events import ActorJoined, PublishFailed, StepTrained
+from deltastore.events import ActorJoined, PublishFailed, StepTrained, VersionPublished
 from deltastore.observability.jsonl import StampedEvent
 from deltastore.observability.view import RunView
 from workers.demo import ending
@@ -75,16 +75,29 @@ def test_one_foreign_fingerprint_fails_the_fleet(tmp_path: Path) -> None:
     assert "left no report" in ending.check_actors(folder, ["a4"], TRAINER).detail
 
 
-def test_a_join_without_a_chain_does_not_count() -> None:
-    """The late actor must have joined at a version above 0 and fetched something for it."""
+def _published(version: int, delta_bytes: int) -> StampedEvent:
+    times = (0.0, 0.0, 0.0, 0.0, 0.0)
+    event = VersionPublished(
+        version, version, version, "ab" * 32, 10, 100, delta_bytes, 200, *times
+    )
+    return StampedEvent(version, event)
+
+
+@pytest.mark.parametrize(
+    ("version", "size_bytes", "passed"),
+    [(0, 0, False), (2, 29, False), (2, 30, True), (2, 300, True), (3, 300, False)],
+)
+def test_a_join_without_the_chain_does_not_count(
+    version: int, size_bytes: int, passed: bool
+) -> None:
+    """The late actor joined at a published version and fetched at least the deltas up to it."""
     view = RunView()
     assert not ending.check_join(view).passed
-    view.fold([StampedEvent(1, ActorJoined(JOINER.actor_id, 0, "checkpoint", 0, 0.1))])
-    assert not ending.check_join(view).passed
-    view.fold([StampedEvent(2, ActorJoined(JOINER.actor_id, 8, "8 deltas", 31_000_000, 2.0))])
+    view.fold([_published(1, 10), _published(2, 20)])
+    view.fold([StampedEvent(9, ActorJoined(JOINER.actor_id, version, "deltas", size_bytes, 2.0))])
     check = ending.check_join(view)
-    assert check.passed
-    assert "31,000,000 bytes" in check.detail
+    assert check.passed is passed
+    assert f"{size_bytes:,} bytes" in check.detail
 
 
 def test_a_reported_failure_is_not_forgotten() -> None:

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from workers.demo.model import fetch_model
-from workers.wiring import child_environment, user_cache_dir
 
 from deltastore.clock import SystemClock
 from deltastore.errors import DeltastoreError, InvalidInputError
@@ -28,8 +26,10 @@ from deltastore.testing.servers import ServerStartError
 from workers.demo.director import Director
 from workers.demo.fleet import DemoError, Fleet
 from workers.demo.meter import MemoryMeter
+from workers.demo.model import fetch_model
 from workers.demo.settings import DemoSettings
 from workers.demo.site import open_site
+from workers.wiring import child_environment, user_cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from deltastore.observability.report import Check
 from deltastore.testing.servers import find_program
+from workers.causal_lm import load_model
 from workers.demo.fleet import DemoError
 from workers.demo.settings import JOINER
 from workers.run_folder import FinalReport, RunFolder, read_report
@@ -67,14 +68,20 @@ def check_actors(folder: RunFolder, names: Sequence[str], trainer: FinalReport) 
 
 
 def check_join(view: RunView) -> Check:
-    """The actor that came late replayed the chain and did not get a dense broadcast."""
+    """The actor that came late fetched the chain up to where it joined, and no less."""
     name = f"{JOINER.actor_id} joined by chain replay"
     row = view.actors.get(JOINER.actor_id)
     if row is None or not row.joins:
         return Check(name, False, "it never joined")
     join = row.joins[-1]
-    detail = f"version {join.version} from {join.via}, {join.size_bytes:,} bytes"
-    return Check(name, join.version > 0 and join.size_bytes > 0, detail)
+    chain = [one.published for one in view.published() if one.version <= join.version]
+    chain_bytes = sum(published.delta_bytes for published in chain if published is not None)
+    passed = 0 < join.version == len(chain) and join.size_bytes >= chain_bytes
+    detail = (
+        f"at version {join.version} from {join.via}, {join.size_bytes:,} bytes fetched; "
+        f"the deltas up to there have {chain_bytes:,}"
+    )
+    return Check(name, passed, detail)
 
 
 def check_problems(view: RunView) -> Check:
@@ -128,7 +135,7 @@ def compare_checkpoints(one: Path, other: Path) -> tuple[list[str], int]:
 
 def ask(checkpoint: Path, question: str) -> str:
     """The greedy answer of a checkpoint, loaded by transformers."""
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = load_model(checkpoint)
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
