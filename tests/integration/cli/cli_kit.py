@@ -81,3 +81,12 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 def other_files(folder: Path) -> dict[str, bytes]:
     """The files of a folder that are not weights."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".safetensors"}
+
+
+def publish_three(cli: Cli, old: Path, new: Path, newer: Path) -> str:
+    """Make run `r1` with versions 0 to 2 and return its URL."""
+    url = cli.url("r1")
+    cli.json("init", url, "--checkpoint", old)
+    cli.json("publish", url, new, "--step", "10")
+    cli.json("publish", url, newer, "--step", "20")
+    return url

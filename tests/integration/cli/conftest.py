@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from deltastore.testing.checkpoints import next_checkpoint, tiny_checkpoint
-from tests.integration.cli.cli_kit import Cli
+from tests.integration.cli.cli_kit import Cli, publish_three
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,11 +41,12 @@ def files(tmp_path: Path) -> Cli:
     return Cli(f"file://{tmp_path}/runs")
 
 
-@pytest.fixture
-def bucket(s3_server: SeaweedServer, s3_bucket: str) -> Cli:
-    """The command on runs in a bucket of a real server; keys in variables that it is told of."""
+@pytest.fixture(scope="session")
+def whole_bucket(s3_server: SeaweedServer) -> Cli:
+    """The command on a bucket of a real server; the keys are in variables that it is told of."""
+    name = s3_server.create_bucket(f"test-cli-{secrets.token_hex(6)}")
     return Cli(
-        f"s3://{s3_bucket}/team",
+        f"s3://{name}",
         options=(
             "--endpoint-url",
             s3_server.endpoint,
@@ -61,9 +64,34 @@ def bucket(s3_server: SeaweedServer, s3_bucket: str) -> Cli:
     )
 
 
+@pytest.fixture
+def bucket(whole_bucket: Cli) -> Cli:
+    """The command on an empty prefix of a bucket."""
+    return replace(whole_bucket, root_url=f"{whole_bucket.root_url}/{secrets.token_hex(6)}")
+
+
 @pytest.fixture(params=["files", "bucket"])
 def cli(request: pytest.FixtureRequest) -> Cli:
     """The command on each kind of store."""
     found = request.getfixturevalue(request.param)
     assert isinstance(found, Cli)
     return found
+
+
+@pytest.fixture(scope="session", params=["files", "bucket"])
+def shared(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    old: Path,
+    new: Path,
+    newer: Path,
+) -> Cli:
+    """The command on each kind of store with a run `r1` of versions 0 to 2: only for reading."""
+    if request.param == "files":
+        cli = Cli(f"file://{tmp_path_factory.mktemp('shared')}/runs")
+    else:
+        whole = request.getfixturevalue("whole_bucket")
+        assert isinstance(whole, Cli)
+        cli = replace(whole, root_url=f"{whole.root_url}/shared")
+    publish_three(cli, old, new, newer)
+    return cli

@@ -10,7 +10,7 @@ import pytest
 
 from deltastore.storage.store import PutMode
 from deltastore.testing.checkpoints import TinyShape, tiny_checkpoint
-from tests.integration.cli.cli_kit import Cli
+from tests.integration.cli.cli_kit import Cli, publish_three
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,14 +44,13 @@ def test_run_exists(cli: Cli, old: Path) -> None:
     assert cli.json("verify", url, "--deep")["findings"] == []
 
 
-def test_version_missing(cli: Cli, old: Path, tmp_path: Path) -> None:
+def test_version_missing(files: Cli, old: Path, tmp_path: Path) -> None:
     """A version that does not exist is named, and where to find those that do."""
-    url = cli.url("r1")
-    cli.json("init", url, "--checkpoint", old)
-    for words in (["show", url, "--version", "9"],):
-        error = cli.error(3, "version_missing", *words)
-        assert (error["version"], "deltastore log" in error["hint"]) == (9, True)
-    cli.error(3, "version_missing", "replay", url, "--version", "9", "--out", tmp_path / "c")
+    url = files.url("r1")
+    files.json("init", url, "--checkpoint", old)
+    error = files.error(3, "version_missing", "show", url, "--version", "9")
+    assert (error["version"], "deltastore log" in error["hint"]) == (9, True)
+    files.error(3, "version_missing", "replay", url, "--version", "9", "--out", tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
 
@@ -183,13 +182,9 @@ def test_out_exists(files: Cli, old: Path, tmp_path: Path) -> None:
 def test_missing_link(cli: Cli, old: Path, new: Path, newer: Path, tmp_path: Path) -> None:
     """CASES R3, C3: with a manifest missing inside the chain nothing is replayed, nothing is
     published, and `verify` names it."""
-    url = cli.url("r1")
-    cli.json("init", url, "--checkpoint", old)
-    cli.json("publish", url, new, "--step", "1")
-    cli.json("publish", url, newer, "--step", "2")
+    url = publish_three(cli, old, new, newer)
     gone = "r1/versions/0000000001.json"
-    with_store = cli.store()
-    with_store.delete([gone])
+    cli.store().delete([gone])
     result = cli.run("replay", url, "--out", tmp_path / "c")
     assert result.exit_code in {3, 6}, result.output
     assert not (tmp_path / "c").exists()
@@ -204,10 +199,7 @@ def test_missing_link(cli: Cli, old: Path, new: Path, newer: Path, tmp_path: Pat
 def test_truncated_segment(cli: Cli, old: Path, new: Path, newer: Path, tmp_path: Path) -> None:
     """A segment that was cut stops replay before a checkpoint is written; `verify` names the object
     and the versions that are lost with it."""
-    url = cli.url("r1")
-    cli.json("init", url, "--checkpoint", old)
-    cli.json("publish", url, new, "--step", "1")
-    cli.json("publish", url, newer, "--step", "2")
+    url = publish_three(cli, old, new, newer)
     key = cli.json("show", url, "--version", "1")["segments"][0]["key"]
     store = cli.store()
     store.put(key, store.get(key)[:-3], mode=PutMode.OVERWRITE)

@@ -59,32 +59,22 @@ VERIFY_KEYS = [
 ]
 
 
-@pytest.fixture
-def url(cli: Cli, old: Path, new: Path, newer: Path) -> str:
-    """A run with versions 0 to 2."""
-    url = cli.url("r1")
-    cli.json("init", url, "--checkpoint", old)
-    cli.json("publish", url, new, "--step", "10")
-    cli.json("publish", url, newer, "--step", "20")
-    return url
-
-
 def test_replay_is_bit_exact(
-    cli: Cli, url: str, old: Path, new: Path, newer: Path, tmp_path: Path
+    shared: Cli, old: Path, new: Path, newer: Path, tmp_path: Path
 ) -> None:
     """Every version comes back bit for bit in every dtype, NaN payloads and -0 included, with the
     files that are not weights."""
     for version, source in ((0, old), (1, new), (2, newer)):
         out = tmp_path / f"v{version}"
-        cli.json("replay", url, "--version", str(version), "--out", out)
+        shared.json("replay", shared.url("r1"), "--version", str(version), "--out", out)
         assert tensors(out) == tensors(source)
         assert other_files(out) == other_files(old)
     assert tensors(old) != tensors(new) != tensors(newer)
 
 
-def test_replay_takes_head(cli: Cli, url: str, newer: Path, tmp_path: Path) -> None:
+def test_replay_takes_head(shared: Cli, newer: Path, tmp_path: Path) -> None:
     """Without --version the newest version is rebuilt, and the document says from what."""
-    document = cli.json("replay", url, "--out", tmp_path / "c")
+    document = shared.json("replay", shared.url("r1"), "--out", tmp_path / "c")
     assert tensors(tmp_path / "c") == tensors(newer)
     assert list(document) == [
         *RUN_KEYS,
@@ -99,9 +89,9 @@ def test_replay_takes_head(cli: Cli, url: str, newer: Path, tmp_path: Path) -> N
     assert document["read_bytes"] > 0
 
 
-def test_log_and_show_say_the_same(cli: Cli, url: str) -> None:
+def test_log_and_show_say_the_same(shared: Cli) -> None:
     """`log` lists every version with stable keys, `show` adds its objects; hashes link."""
-    log = cli.json("log", url)
+    log = shared.json("log", shared.url("r1"))
     assert list(log) == [*RUN_KEYS, "head", "versions"]
     assert [v["version"] for v in log["versions"]] == [0, 1, 2]
     assert [v["kind"] for v in log["versions"]] == ["full", "delta", "delta"]
@@ -115,59 +105,65 @@ def test_log_and_show_say_the_same(cli: Cli, url: str) -> None:
         assert version["fingerprint_before"] == before["fingerprint_after"]
         assert 0 < version["density"] < 0.05
     for version in log["versions"]:
-        shown = cli.json("show", url, "--version", str(version["version"]))
+        shown = shared.json("show", shared.url("r1"), "--version", str(version["version"]))
         assert list(version) == VERSION_KEYS
         assert shown["version"] == version
         assert list(shown) == [*RUN_KEYS, "head", "version", "segments", "files", "signed_by"]
         sizes = [item["size_bytes"] for item in (*shown["segments"], *shown["files"])]
         assert sum(sizes) == version["size_bytes"]
-    assert cli.json("show", url)["version"]["version"] == 2
+    assert shared.json("show", shared.url("r1"))["version"]["version"] == 2
 
 
-def test_log_limit(cli: Cli, url: str) -> None:
+def test_log_limit(shared: Cli) -> None:
     """--limit shows the newest versions only."""
-    assert [v["version"] for v in cli.json("log", url, "--limit", "2")["versions"]] == [1, 2]
+    log = shared.json("log", shared.url("r1"), "--limit", "2")
+    assert [v["version"] for v in log["versions"]] == [1, 2]
 
 
 @pytest.mark.parametrize("flags", [[], ["--deep"]], ids=["shallow", "deep"])
-def test_verify_whole_run(cli: Cli, url: str, flags: list[str]) -> None:
+def test_verify_whole_run(shared: Cli, flags: list[str]) -> None:
     """A run that nobody touched has no findings, and a deep check replays every version."""
-    document = cli.json("verify", url, *flags)
+    document = shared.json("verify", shared.url("r1"), *flags)
     assert list(document) == [*RUN_KEYS, *VERIFY_KEYS]
     assert (document["ok"], document["findings"], document["head"]) == (True, [], 2)
     assert (document["versions"], document["replayed"]) == (3, 3 if flags else 0)
     assert document["objects"] >= 8
-    plain = cli.run("verify", url, *flags)
+    plain = shared.run("verify", shared.url("r1"), *flags)
     assert plain.exit_code == 0
     assert plain.stdout.startswith("whole: HEAD 2, 3 versions")
 
 
-def test_tables_are_for_people(cli: Cli, url: str, new: Path, tmp_path: Path) -> None:
+def test_tables_are_for_people(
+    files: Cli, old: Path, new: Path, newer: Path, tmp_path: Path
+) -> None:
     """Without --json every command prints something readable and nothing on stderr."""
+    url = files.url("r1")
     for words, expected in (
+        (["init", url, "--checkpoint", str(old)], "made run r1 at "),
+        (["publish", url, str(new), "--step", "1"], "published version 1 of r1"),
+        (["publish", url, str(newer), "--step", "2"], "published version 2 of r1"),
         (["log", url], "policy hash"),
         (["show", url], "fingerprint"),
-        (["publish", url, str(new), "--step", "30"], "published version 3 of r1"),
         (["replay", url, "--out", str(tmp_path / "c")], "proved by fingerprint"),
     ):
-        result = cli.run(*words)
+        result = files.run(*words)
         assert (result.exit_code, result.stderr) == (0, "")
         assert expected in result.stdout
-    hashes = [v["policy_hash"][:12] for v in cli.json("log", url)["versions"]]
-    table = cli.run("log", url).stdout
+    hashes = [v["policy_hash"][:12] for v in files.json("log", url)["versions"]]
+    table = files.run("log", url).stdout
     assert all(digest in table for digest in hashes)
 
 
-def test_unchanged_checkpoint(cli: Cli, url: str, newer: Path) -> None:
-    """CASE R12: publishing what is there already is a valid, empty version."""
-    version = cli.json("publish", url, newer, "--step", "21")["version"]
-    assert (version["version"], version["nnz"], version["size_bytes"]) == (3, 0, 0)
+def test_publish_what_is_there_and_what_was(cli: Cli, old: Path, new: Path, tmp_path: Path) -> None:
+    """CASES R12, R3: an unchanged checkpoint is a valid, empty version; an older one published
+    again is the next version, never an old number."""
+    url = cli.url("r1")
+    cli.json("init", url, "--checkpoint", old)
+    cli.json("publish", url, new, "--step", "1")
+    empty = cli.json("publish", url, new, "--step", "2")["version"]
+    assert (empty["version"], empty["nnz"], empty["size_bytes"]) == (2, 0, 0)
+    assert cli.json("publish", url, old, "--step", "3")["version"]["version"] == 3
     assert cli.json("verify", url, "--deep")["replayed"] == 4
-
-
-def test_publish_backwards(cli: Cli, url: str, old: Path, tmp_path: Path) -> None:
-    """An older checkpoint published again is the next version, not an old number."""
-    assert cli.json("publish", url, old, "--step", "22")["version"]["version"] == 3
     cli.json("replay", url, "--out", tmp_path / "c")
     assert tensors(tmp_path / "c") == tensors(old)
 
