@@ -119,6 +119,11 @@ class FaultyStore(StoreWrapper):
         with self._lock:
             self._faults.append((fault, [0]))
 
+    def clear(self) -> None:
+        """Let no further fault happen."""
+        with self._lock:
+            self._faults.clear()
+
     def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
         """A put, perhaps disturbed."""
         actions = self._begin(Op.PUT, key)
