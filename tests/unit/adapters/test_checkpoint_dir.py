@@ -298,7 +298,7 @@ class TestFiles:
     """What travels beside the weights."""
 
     def test_configuration_travels_other_weights_do_not(self, tmp_path: Path) -> None:
-        """Regular small files travel; other weights, hidden and odd ones are listed, with reasons."""
+        """Regular small files travel; other weights and odd files are listed with reasons."""
         folder = tiny_checkpoint(tmp_path / "a")
         for name in ("tokenizer.json", "merges.txt", ".gitattributes", "pytorch_model.bin"):
             (folder / name).write_text("x")
