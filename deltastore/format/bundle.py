@@ -77,9 +77,11 @@ class Bundle:
         for segment in self.segments:
             blocks.extend(decode_segment(layout, segment, expect=identity).blocks)
         check_disjoint(layout, ((block.tensor, block.box) for block in blocks))
-        if self.before + total_change(blocks) != self.after:
+        changed = sum(block.nnz for block in blocks)
+        if self.before + total_change(blocks) != self.after or changed != self.nnz:
             raise IntegrityError(
-                "the bundle's blocks do not add up to its fingerprint", kind=Kind.FINGERPRINT
+                "the bundle's blocks do not add up to what its core declares",
+                kind=Kind.FINGERPRINT,
             )
         return blocks
 
