@@ -233,6 +233,8 @@ class JobTable:
         self, actor_id: str, now_ms: int, elapsed_ms: int, tokens: int, counts: bool
     ) -> None:
         samples = self._samples.setdefault(actor_id, [])
+        if elapsed_ms < 0:  # the clock was stepped back meanwhile: this measured nothing
+            elapsed_ms, counts = 0, False
         at_ms = now_ms
         if samples:
             at_ms = max(now_ms, round(samples[-1].at_s * 1000) + 1)

@@ -66,6 +66,9 @@ end
 
 -- Note one lease as a measurement. `at` is strictly increasing per actor: readers use it as cursor.
 local function add_sample(actor, now, elapsed, tokens, counts)
+  if elapsed < 0 then -- the clock was stepped back meanwhile: this measured nothing
+    elapsed, counts = 0, false
+  end
   local text = redis.call('HGET', K.samples, actor)
   local list = text and cjson.decode(text) or {}
   local last = list[#list]
