@@ -63,6 +63,26 @@ _CODES: tuple[tuple[type[DeltastoreError], ExitCode], ...] = (
 )
 
 
+_DAMAGED = "`deltastore verify --deep RUN_URL` says what is damaged and what to do"
+_WAYS_OUT = {
+    ExitCode.UNEXPECTED: "report this with --traceback",
+    ExitCode.INVALID_INPUT: "see `deltastore COMMAND --help`",
+    ExitCode.NOT_FOUND: "`deltastore verify RUN_URL` says what a run lacks",
+    ExitCode.CONFLICT: "look at what is there, then decide",
+    ExitCode.STORAGE: "try again later",
+    ExitCode.INTEGRITY: _DAMAGED,
+    ExitCode.FORMAT: _DAMAGED,
+    ExitCode.LEASE: "another writer owns the run: stop this one, or start a run of its own",
+    ExitCode.COORDINATION: "check that Redis runs",
+    ExitCode.APPLY: "start again from a full version",
+}
+
+
+def way_out(error: DeltastoreError) -> str:
+    """What to do about an error: its own hint, else what helps with its class."""
+    return error.hint or _WAYS_OUT[exit_code(error)]
+
+
 def exit_code(error: DeltastoreError) -> ExitCode:
     """The code for an error, by its class."""
     for error_class, code in _CODES:

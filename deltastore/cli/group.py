@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
-from deltastore.cli.exits import ExitCode, exit_code
+from deltastore.cli.exits import ExitCode, exit_code, way_out
 from deltastore.cli.output import one_line, print_json
 from deltastore.errors import DeltastoreError
 
@@ -67,7 +67,7 @@ def error_document(error: DeltastoreError, code: ExitCode) -> dict[str, Any]:
         "run": error.run,
         "version": error.version,
         "key": error.key,
-        "hint": error.hint,
+        "hint": way_out(error),
         "exit_code": int(code),
     }
 
@@ -93,7 +93,6 @@ def _report(document: dict[str, Any], *, as_json: bool) -> None:
     ]
     text = f"deltastore: {document['kind']}: {document['message']}"
     text += f" [{', '.join(where)}]" if where else ""
-    text += f" ({document['hint']})" if document["hint"] else ""
-    print(one_line(text), file=sys.stderr)
+    print(one_line(f"{text} ({document['hint']})"), file=sys.stderr)
     if as_json:
         print_json({"error": document})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltastore import errors
-from deltastore.cli.exits import ExitCode, exit_code
+from deltastore.cli.exits import ExitCode, exit_code, way_out
 from deltastore.errors import DeltastoreError, Kind
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
@@ -38,6 +38,13 @@ def test_no_class_forgotten() -> None:
     """A class added to the error tree does not fall through to `unexpected`."""
     for error_class in DeltastoreError.__subclasses__():
         assert exit_code(error_class("no", kind=Kind.FIELD)) is not ExitCode.UNEXPECTED
+
+
+def test_every_error_has_a_way_out() -> None:
+    """An error without a hint of its own gets that of its class."""
+    for error_class in (DeltastoreError, *DeltastoreError.__subclasses__()):
+        assert way_out(error_class("no", kind=Kind.FIELD))
+        assert way_out(error_class("no", kind=Kind.FIELD, hint="go")) == "go"
 
 
 def test_page_lists_every_code() -> None:
