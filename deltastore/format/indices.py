@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Numbers = NDArray[np.int64]
 MAX_GAP_BYTES = 4
 """A gap is below 2^22: four bytes of LEB128 at most."""
+PLANE_STREAMS_BYTES = 96
+"""About what two more zstd streams cost a frame: planes must save more than that in all."""
 
 _FAULTS = {
     kernels.TRUNCATED: (Kind.TRUNCATED, "its gaps end early"),
@@ -86,7 +88,9 @@ def plan_indices(indices: NDArray[np.uint32], ends: Numbers, elements: Numbers) 
     plane_bytes = (costs[:, kernels.COST_PLANE_BITS] + 7) // 8
     encodings = np.full(ends.size, int(IndexEncoding.RICE), np.int64)
     encodings[leb_bytes < rice_bytes] = IndexEncoding.LEB128
-    encodings[plane_bytes < np.minimum(rice_bytes, leb_bytes)] = IndexEncoding.GAP16
+    saved = np.maximum(np.minimum(rice_bytes, leb_bytes) - plane_bytes, 0)
+    if int(saved.sum()) > PLANE_STREAMS_BYTES:
+        encodings[saved > 0] = IndexEncoding.GAP16
     rice = encodings == IndexEncoding.RICE
     leb = encodings == IndexEncoding.LEB128
     planes = encodings == IndexEncoding.GAP16
