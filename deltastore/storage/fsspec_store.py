@@ -141,7 +141,7 @@ class FsspecStore:
         for key in keys:
             path = self._path(key)
             try:
-                self._fs.rm_file(path)
+                self._remove(path)
             except FileNotFoundError:
                 continue
             except Exception as err:
@@ -163,6 +163,12 @@ class FsspecStore:
             return bool(self._info(path)["type"] == "file")
         except FileNotFoundError:
             return False
+
+    def _remove(self, path: str) -> None:
+        try:
+            self._fs.rm_file(path)
+        except NotImplementedError:  # some file systems have only the general form
+            self._fs.rm(path)
 
     def _compare(self, path: str, key: str, body: bytes) -> PutOutcome:
         if bytes(self._fs.cat_file(path)) != body:

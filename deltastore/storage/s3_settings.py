@@ -16,7 +16,7 @@ from deltastore.storage.rules import check_key
 
 AddressingStyle = Literal["auto", "path", "virtual"]
 
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,253}")
 
 
 @dataclass(frozen=True, slots=True)

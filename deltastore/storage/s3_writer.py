@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     from deltastore.storage.s3_calls import S3Calls
 
 
+_UPLOADS = 3  # each sends the whole body
+
+
+class _StartAgainError(Exception):
+    """The store refuses to complete this upload, and says that another one may succeed."""
+
+
 @dataclass(frozen=True, slots=True)
 class S3Writer:
     """Writes objects, whole or in parts."""
@@ -92,8 +99,21 @@ class S3Writer:
                 if not found:
                     raise object_exists(self.calls.settings.where, key)
                 return PutOutcome.ALREADY_OURS
+        plan = plan_upload(len(body), self.calls.settings.part_bytes)
+        for _ in range(_UPLOADS):
+            try:
+                return self._upload(key, body, mode, plan)
+            except _StartAgainError:
+                continue
+        raise StorageError(
+            f"{self.calls.settings.where} answered {_UPLOADS} uploads with 409",
+            kind=Kind.UNAVAILABLE,
+            key=key,
+            hint="somebody writes the same object all the time",
+        )
+
+    def _upload(self, key: str, body: memoryview, mode: PutMode, plan: PartPlan) -> PutOutcome:
         calls, settings = self.calls, self.calls.settings
-        plan = plan_upload(len(body), settings.part_bytes)
         begun = calls.retried(
             key,
             lambda client: client.create_multipart_upload(
@@ -126,7 +146,15 @@ class S3Writer:
                     Body=piece,
                 ),
             )
-            tags[index] = response["ETag"]
+            tag = response.get("ETag")
+            if not tag:
+                raise StorageError(
+                    f"{settings.where} took part {index + 1} and gave no tag for it",
+                    kind=Kind.REFUSED,
+                    key=upload.key,
+                    hint="use another store; see storage/PROVIDERS.md",
+                )
+            tags[index] = tag
 
         pool = calls.connection(upload.key).pool
         run_parts(pool, upload.plan.parts, send, window=settings.streams)
@@ -154,7 +182,7 @@ class S3Writer:
                 refused = precondition_failed(err)
                 if is_ambiguous(err):
                     ambiguous = True
-                elif not refused and error_code(err) != "NoSuchUpload":
+                elif not (refused or status_of(err) == 409 or error_code(err) == "NoSuchUpload"):
                     raise translate(err, calls.settings, upload.key) from err
                 return self._resolve(upload, body, mode, err)
             return PutOutcome.WRITTEN
@@ -181,6 +209,8 @@ class S3Writer:
             return PutOutcome.ALREADY_OURS
         if found is False and mode is PutMode.CREATE:
             raise object_exists(settings.where, upload.key) from err
+        if status_of(err) == 409:  # AWS: begin again and send every part
+            raise _StartAgainError from err
         if error_code(err) == "NoSuchUpload":
             raise StorageError(
                 f"the upload to {settings.where} was removed before it was complete",

@@ -168,6 +168,24 @@ def test_a_complete_onto_foreign_bytes_is_a_conflict(
     assert _uploads(s3_server, s3_bucket) == []
 
 
+def test_a_409_at_complete_begins_the_upload_again(s3_store: S3Store, proxy: S3Proxy) -> None:
+    """CASE S1: as AWS asks, every part is sent again under a new upload; the old one is gone."""
+    proxy.add("POST", COMPLETE, Reply(409, "ConditionalRequestConflict"))
+    assert s3_store.put("k", BODY, mode=CREATE) is PutOutcome.WRITTEN
+    assert sum(seen.is_part for seen in proxy.seen) == 4
+    assert sum(seen.is_abort for seen in proxy.seen) == 1
+    assert s3_store.get("k") == BODY
+
+
+def test_a_409_for_ever_is_an_error(s3_store: S3Store, proxy: S3Proxy) -> None:
+    """CASE S1: uploads that always meet 409 end, by name, with nothing left behind."""
+    proxy.add("POST", COMPLETE, Reply(409, "ConditionalRequestConflict"), times=99)
+    with pytest.raises(StorageError, match="answered 3 uploads with 409") as caught:
+        s3_store.put("k", BODY, mode=CREATE)
+    assert caught.value.kind is Kind.UNAVAILABLE
+    assert sum(seen.is_abort for seen in proxy.seen) == 3
+
+
 def test_an_upload_that_somebody_removed_says_so(s3_store: S3Store, proxy: S3Proxy) -> None:
     """An upload that a lifecycle rule took away is refused by name, not retried for ever."""
     proxy.add("POST", COMPLETE, Reply(404, "NoSuchUpload"), times=99)
@@ -187,6 +205,15 @@ def test_a_part_that_fails_for_good_leaves_nothing(
     assert caught.value.kind is Kind.REFUSED
     assert sum(seen.is_abort for seen in proxy.seen) == 1
     assert _uploads(s3_server, s3_bucket) == []
+
+
+def test_a_part_without_a_tag_is_refused(s3_store: S3Store, proxy: S3Proxy) -> None:
+    """A store that takes a part and names no tag cannot complete: said at once, and aborted."""
+    proxy.add("PUT", "partNumber=2", Reply(200), times=99)
+    with pytest.raises(StorageError, match="gave no tag") as caught:
+        s3_store.put("k", BODY, mode=CREATE)
+    assert caught.value.kind is Kind.REFUSED
+    assert sum(seen.is_abort for seen in proxy.seen) == 1
 
 
 def test_an_abort_that_fails_is_noted_on_the_error(s3_store: S3Store, proxy: S3Proxy) -> None:
