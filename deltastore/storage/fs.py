@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from deltastore.errors import DeltastoreError, InvalidInputError, Kind, StorageError
 from deltastore.ids import new_token
 from deltastore.storage.rules import (
-    MAX_KEY_BYTES,
     TEMPORARY_PREFIX,
     check_key,
     check_prefix,
+    is_key,
     object_exists,
     object_missing,
     range_past_end,
@@ -176,17 +176,19 @@ class FileStore:
                 found = sorted(
                     (folder + entry.name + ("/" if entry.is_dir() else ""), entry)
                     for entry in entries
-                    if not entry.name.startswith(TEMPORARY_PREFIX)
+                    if is_key(folder + entry.name)
                 )
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as err:
+            if err.errno == errno.ELOOP:  # a link that leads back up: nothing new is below it
+                return
             raise self._translate(err, folder) from err
         for key, entry in found:
             if key.endswith("/"):
                 inside = key.startswith(prefix) or prefix.startswith(key)
                 passed = key < start_after and not start_after.startswith(key)
-                if inside and not passed and len(key.encode()) < MAX_KEY_BYTES:
+                if inside and not passed:
                     yield from self._walk(key, prefix, start_after)
             elif key.startswith(prefix) and key > start_after:
                 try:

@@ -15,9 +15,9 @@ import fsspec
 
 from deltastore.errors import DeltastoreError, InvalidInputError, Kind, StorageError
 from deltastore.storage.rules import (
-    TEMPORARY_PREFIX,
     check_key,
     check_prefix,
+    is_key,
     object_exists,
     object_missing,
     range_past_end,
@@ -127,7 +127,7 @@ class FsspecStore:
         infos = [
             _object_info(path[len(root) :], info)
             for path, info in found.items()
-            if path.startswith(root) and not posixpath.basename(path).startswith(TEMPORARY_PREFIX)
+            if path.startswith(root) and is_key(path[len(root) :])
         ]
         return iter(
             sorted(

@@ -26,6 +26,15 @@ def check_key(key: str) -> str:
     return key
 
 
+def is_key(key: str) -> bool:
+    """Whether `check_key` accepts it: a listing leaves out what we cannot have written."""
+    try:
+        check_key(key)
+    except InvalidInputError:
+        return False
+    return True
+
+
 def check_prefix(prefix: str) -> str:
     """Return `prefix` if keys can begin with it, else raise InvalidInputError(name)."""
     *folders, _ = prefix.split("/")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deltastore.clock import Clock, SystemClock
 from deltastore.errors import Kind, StorageError
 from deltastore.storage.retry import Jitter, Retrier
-from deltastore.storage.rules import check_key, check_prefix
+from deltastore.storage.rules import check_key, check_prefix, is_key
 from deltastore.storage.s3_calls import S3Calls
 from deltastore.storage.s3_client import ConnectionSource
 from deltastore.storage.s3_reader import S3Reader
@@ -98,9 +98,10 @@ class S3Store:
         while True:
             page = self._page(arguments)
             for entry in page.get("Contents", ()):
-                if not entry["Key"].endswith("/"):  # a folder made by some browser: no object
+                key = entry["Key"][skip:]
+                if is_key(key):  # not so a "folder" that some browser made
                     yield ObjectInfo(
-                        entry["Key"][skip:],
+                        key,
                         int(entry["Size"]),
                         entry["LastModified"].timestamp(),
                         entry.get("ETag"),

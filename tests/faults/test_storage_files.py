@@ -123,6 +123,19 @@ def test_unfinished_writes_are_in_no_listing(store: FileStore, tmp_path: Path) -
     assert [info.key for info in store.list("a/")] == ["a/k"]
 
 
+def test_files_of_others_are_left_alone(store: FileStore, tmp_path: Path) -> None:
+    """Names that no key can have, and a loop of links, neither stop a listing nor appear in it."""
+    store.put("a/k", b"x", mode=CREATE)
+    (tmp_path / "a" / "back\\slash").write_bytes(b"")
+    (tmp_path / "a" / "new\nline").mkdir()
+    (tmp_path / os.fsdecode(b"not-utf8-\xff")).write_bytes(b"")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert [info.key for info in store.list("")] == ["a/k"]
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
+    assert next(store.list("")).key == "a/k"
+    assert len(list(store.list(""))) <= 1024 // len("/loop") + 1
+
+
 def test_a_crash_between_link_and_unlink_is_healed(store: FileStore, tmp_path: Path) -> None:
     """The object exists from the link on: the retry of the same put finds it as ours."""
     (tmp_path / ".tmp-0123").write_bytes(b"body")
