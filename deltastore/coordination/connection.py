@@ -63,9 +63,9 @@ class RedisConnection:
 
     @property
     def where(self) -> str:
-        """Host and port or path, for people; never with a secret in it."""
+        """Host, port and database, for people; never with a secret in it."""
         parts = urlsplit(self._url)
-        return f"{parts.hostname or 'localhost'}:{parts.port or 6379}{parts.path.rstrip('/')}"
+        return (parts.netloc.rpartition("@")[2] or "localhost") + parts.path.rstrip("/")
 
     def _connect(self) -> Client:
         scheme, _, rest = self._url.partition("://")
@@ -116,15 +116,15 @@ class RedisConnection:
 
     def check_policy(self) -> None:
         """Raise unless this Redis answers and never evicts (CASE L2)."""
-        memory = self._repeat(lambda client, _: client.info("memory"))
-        policy = memory.get("maxmemory_policy", "noeviction")
-        if policy != "noeviction":
-            raise CoordinationError(
-                f"Redis at {self.where} has maxmemory-policy {policy}: it would drop leases",
-                kind=Kind.REDIS_POLICY,
-                run=self._run,
-                hint="run: redis-cli CONFIG SET maxmemory-policy noeviction",
-            )
+        for memory in self._repeat(_memory_of_each_node):
+            policy = memory.get("maxmemory_policy", "noeviction")
+            if policy != "noeviction":
+                raise CoordinationError(
+                    f"Redis at {self.where} has maxmemory-policy {policy}: it would drop leases",
+                    kind=Kind.REDIS_POLICY,
+                    run=self._run,
+                    hint="run: redis-cli CONFIG SET maxmemory-policy noeviction",
+                )
 
     def _repeat(self, once: Callable[[Any, bool], Any]) -> Any:
         """`once`'s answer; it is called again, and told so, after a lost one."""
@@ -169,3 +169,11 @@ def _worth_repeating(err: RedisError) -> bool:
         return False
     # Servers before 7 wrap the reason of a failing script into a plain error.
     return isinstance(err, _LOST) or "READONLY" in str(err)
+
+
+def _memory_of_each_node(client: Any, _repeat: bool) -> list[dict[str, Any]]:
+    if isinstance(client, RedisCluster):
+        nodes: Any = client.info("memory", target_nodes=RedisCluster.PRIMARIES)
+        # One node answers with its fields, several with a table of them by name.
+        return [nodes] if "maxmemory_policy" in nodes else list(nodes.values())
+    return [client.info("memory")]

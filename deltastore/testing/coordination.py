@@ -280,10 +280,12 @@ class CoordinationTests:
 
     def test_strangers_and_the_lost_get_nothing(self, fleet: Fleet) -> None:
         """Neither an unregistered actor nor one whose heartbeat expired gets a lease."""
-        fleet.offer("j1")
+        fleet.offer("j1", "j2")
         assert fleet.grant("a1") is None
         fleet.join("a1")
-        fleet.advance_s(TTL_S + 0.001)
+        fleet.advance_s(TTL_S)
+        assert fleet.lease("a1").job_id == "j1"
+        fleet.advance_s(0.001)
         assert fleet.grant("a1") is None
 
     def test_the_same_token_is_the_same_lease(self, fleet: Fleet) -> None:

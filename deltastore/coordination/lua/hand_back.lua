@@ -11,4 +11,5 @@ drop_lease(id, job)
 to_open(id, job)
 job.back = ARGV[2]
 put_job(id, job)
+keep()
 return 1

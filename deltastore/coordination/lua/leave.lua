@@ -27,4 +27,5 @@ redis.call('ZREM', K.alive, actor)
 redis.call('ZREM', K.seen, actor)
 redis.call('SREM', K.fresh, actor)
 redis.call('HDEL', K.samples, actor)
+keep()
 return returned

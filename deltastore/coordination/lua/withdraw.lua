@@ -1,5 +1,5 @@
 -- Keyspace: jobs, leases, results. A step closes: its jobs end, whatever their state.
--- KEYS jobs payloads open dealt held leases tokens closing done parked closed results admitted
+-- KEYS jobs payloads open dealt held leases tokens closing parked closed results admitted
 -- ARGV job ids
 -- Result: how many were open, dealt or leased.
 local now = now_ms()
@@ -25,4 +25,5 @@ for _, id in ipairs(ARGV) do
     if job.state ~= 'settled' then finish(id, job, 'closed', K.closed, now) end
   end
 end
+keep()
 return live
