@@ -110,6 +110,7 @@ def _staleness(view: RunView) -> Chart:
         series,
         lambda value: f"{value:g}",
         steps=True,
+        whole=True,
         marks=marks,
     )
 

@@ -40,6 +40,8 @@ class Chart:
     logarithmic: bool = False
     steps: bool = False
     """A value holds until the next point."""
+    whole: bool = False
+    """Values are counts: no ticks in between."""
     y_max: float | None = None
     marks: Sequence[tuple[float, str]] = ()
     """Vertical lines: (x, what happened there)."""
@@ -115,7 +117,8 @@ def _frame(chart: Chart, lines: Sequence[Sequence[tuple[float, float]]]) -> _Fra
     if chart.logarithmic:
         return _Frame(low, high, _log_ticks(min(ys), max(ys)), True)
     top = max(ys) if chart.y_max is None else chart.y_max
-    return _Frame(low, high, _ticks(min(0.0, *ys), top), False)
+    ticks = _ticks(min(0.0, *ys), top, least=1.0 if chart.whole else 0.0)
+    return _Frame(low, high, ticks, False)
 
 
 def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
@@ -162,10 +165,10 @@ def _line(
         )
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, about five of them."""
+def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
+    """Round numbers from at most `low` to at least `high`, about five, at least `least` apart."""
     span = high - low if high > low else 1.0
-    rough = span / 5
+    rough = max(span / 5, least)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = math.floor(low / step + 1e-9)

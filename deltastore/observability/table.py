@@ -36,9 +36,11 @@ def size(size_bytes: float | None) -> str:
 
 
 def seconds(value_s: float | None) -> str:
-    """Seconds for people: 1.2 ms, 0.31 s, 12 s."""
+    """Seconds for people: 58 us, 1.2 ms, 0.31 s, 12 s."""
     if value_s is None:
         return NOTHING
+    if value_s < 1e-3:
+        return f"{value_s * 1e6:.0f} us"
     if value_s < 0.1:
         return f"{value_s * 1000:.1f} ms"
     return f"{value_s:.2f} s" if value_s < 10 else f"{value_s:.0f} s"

@@ -101,3 +101,10 @@ def test_no_values_break_a_chart(
     for left, top in re.findall(r'cx="([-\d.]+)" cy="([-\d.]+)"', text):
         assert 0 <= float(left) <= 560
         assert 0 <= float(top) <= 260
+
+
+def test_counts_have_no_ticks_in_between() -> None:
+    """A chart of whole numbers has whole ticks."""
+    text = draw(Chart("t", "x", [Series("s", [(0, 0), (5, 2)])], whole=True))
+    labels = re.findall(r'text-anchor="end">([^<]+)<', text)
+    assert labels == ["0", "1", "2"]

@@ -75,3 +75,19 @@ def test_nothing_yet_is_still_a_view() -> None:
 def test_sizes_are_readable(value: float | None, text: str) -> None:
     """Bytes are written with three figures and a decimal unit."""
     assert table.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0, "0 us"),
+        (58e-6, "58 us"),
+        (0.0123, "12.3 ms"),
+        (0.5, "0.50 s"),
+        (75, "75 s"),
+    ],
+)
+def test_times_are_readable(value: float | None, text: str) -> None:
+    """Seconds are written in the unit that needs no exponent."""
+    assert table.seconds(value) == text
