@@ -45,7 +45,7 @@ class Defect(StrEnum):
     ORPHAN = "orphan"
     """An object that no committed version names."""
     HINT = "hint"
-    """A hint is ahead of HEAD or garbage; nothing is decided by it."""
+    """A hint is ahead of HEAD, or names another hash; nothing is decided by it."""
     EXTERNAL = "external"
     """Version 0 lies elsewhere: this bucket alone cannot rebuild the run."""
     UNCHECKED = "unchecked"

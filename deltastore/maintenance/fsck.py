@@ -15,7 +15,6 @@ from deltastore.format.keys import Hint, KeyKind, ParsedKey, parse_key
 from deltastore.maintenance.findings import RESTORE, Defect, Finding, Report, Severity
 from deltastore.maintenance.fsck_chain import Chain, read_chain
 from deltastore.maintenance.fsck_replay import Progress, no_progress, replay_chain
-from deltastore.repository.resolve import read_head_hint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,16 +176,31 @@ def _stray(key: str) -> Finding:
 
 
 def _check_head_hint(run: Run, chain: Chain) -> None:
-    hinted = read_head_hint(run)
-    if hinted is None or chain.head is None or hinted <= chain.head:
+    """A hint decides nothing, but it is the only other witness of the newest version's hash."""
+    if chain.hint is None or chain.head is None:
         return
-    chain.findings.append(
-        Finding(
-            severity=Severity.NOTE,
-            defect=Defect.HINT,
-            key=run.keys.hint(Hint.HEAD),
-            version=hinted,
-            message=f"the hint names version {hinted}, HEAD is {chain.head}",
-            remedy="none needed: the next publish writes it again",
+    version, policy_hash = chain.hint
+    manifest = chain.manifests.get(version)
+    key = run.keys.hint(Hint.HEAD)
+    if version > chain.head:
+        chain.findings.append(
+            Finding(
+                severity=Severity.NOTE,
+                defect=Defect.HINT,
+                key=key,
+                version=version,
+                message=f"the hint names version {version}, HEAD is {chain.head}",
+                remedy="none needed: the next publish writes it again",
+            )
         )
-    )
+    elif manifest is not None and manifest.policy_hash != policy_hash:
+        chain.findings.append(
+            Finding(
+                severity=Severity.WARNING,
+                defect=Defect.HINT,
+                key=key,
+                version=version,
+                message=f"the hint names another policy hash for version {version}",
+                remedy="compare the version's manifest with that of another region",
+            )
+        )

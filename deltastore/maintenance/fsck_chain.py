@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
+from deltastore.format.canonical import parse_canonical_json
+from deltastore.format.keys import Hint
 from deltastore.format.manifest import VersionKind
 from deltastore.maintenance.findings import RESTORE, Defect, Finding, Severity, finding_of
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion, check_link
-from deltastore.repository.resolve import list_versions, version_exists
+from deltastore.repository.resolve import MAX_HINT_BYTES, list_versions, version_exists
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,6 +31,7 @@ class Chain:
 
     Args:
         first, head: lowest and newest committed version; None when there is none.
+        hint: version and policy hash that the head hint names; a witness, never a judge.
         manifests: the readable ones, by version.
         damaged: versions that their own objects cannot make.
         findings: in the order in which they were made.
@@ -37,6 +40,7 @@ class Chain:
 
     first: int | None = None
     head: int | None = None
+    hint: tuple[int, str] | None = None
     manifests: dict[int, VersionManifest] = field(default_factory=dict)
     damaged: set[int] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
@@ -89,7 +93,7 @@ class Chain:
 
 def read_chain(run: Run) -> Chain:
     """Every manifest of the run, read and linked."""
-    chain = Chain()
+    chain = Chain(hint=_read_head_hint(run))
     present = _present_versions(run)
     if not present:
         chain.findings.append(
@@ -104,9 +108,11 @@ def read_chain(run: Run) -> Chain:
         )
         return chain
     chain.first, chain.head = min(present), max(present)
-    base: ActiveVersion | None = None
     for version in range(chain.first, chain.head + 1):
-        base = _read_version(run, chain, version, base) if version in present else None
+        if version in present:
+            _read_version(run, chain, version)
+    for finding in sorted(_contradictions(run, chain), key=lambda found: found.version or 0):
+        chain.damage(finding)
     _report_holes(run, chain, present)
     _check_start(run, chain)
     return chain
@@ -125,28 +131,62 @@ def _present_versions(run: Run) -> set[int]:
     return present
 
 
-def _read_version(
-    run: Run, chain: Chain, version: int, base: ActiveVersion | None
-) -> ActiveVersion | None:
-    """Read and link one version; return it as the base of the next, None when unreadable."""
+def _read_version(run: Run, chain: Chain, version: int) -> None:
     key = run.keys.version(version)
     try:
-        manifest = load_manifest(run, version)
+        chain.manifests[version] = load_manifest(run, version)
     except NotFoundError as err:
         if err.kind is not Kind.VERSION_MISSING:
             raise
         chain.damage(finding_of(err, version=version, key=key))
-        return None
     except (FormatError, IntegrityError) as err:
         chain.damage(finding_of(err, version=version, key=key))
-        return None
-    chain.manifests[version] = manifest
-    if base is not None:
+
+
+def _contradictions(run: Run, chain: Chain) -> Iterator[Finding]:
+    """Versions that do not continue the one before them, walking down from HEAD.
+
+    Where two manifests contradict each other the one that the history above (for HEAD, the hint)
+    vouches for is believed: a changed manifest is damage of its own version, not of the next.
+    """
+    vouched = _is_hinted(chain)  # whether something believed names this version's hash
+    disbelieved: int | None = None
+    for version in sorted(chain.manifests, reverse=True):
+        manifest, base = chain.manifests[version], chain.manifests.get(version - 1)
+        if base is None or version == disbelieved:
+            vouched = False
+            continue
+        if manifest.core.base_policy_hash != base.policy_hash and (
+            vouched or not _continues(chain, version - 1)
+        ):
+            disbelieved = version - 1
+            yield Finding(
+                severity=Severity.ERROR,
+                defect=Defect.LINK,
+                key=run.keys.version(version - 1),
+                version=version - 1,
+                message=f"this is not the version {version - 1} that version {version} continues",
+                remedy=RESTORE,
+            )
+            continue
         try:
-            check_link(base, manifest)
+            check_link(ActiveVersion.of(base), manifest)
         except IntegrityError as err:
-            chain.damage(finding_of(err, version=version, key=key))
-    return ActiveVersion.of(manifest)
+            yield finding_of(err, version=version, key=run.keys.version(version))
+            vouched = False
+        else:
+            vouched = True
+
+
+def _is_hinted(chain: Chain) -> bool:
+    head = None if chain.head is None else chain.manifests.get(chain.head)
+    return head is not None and chain.hint == (head.core.version, head.policy_hash)
+
+
+def _continues(chain: Chain, version: int) -> bool:
+    """Whether a version names the hash of the one before it, as far as both are there."""
+    base = chain.manifests.get(version - 1)
+    return base is None or chain.manifests[version].core.base_policy_hash == base.policy_hash
 
 
 def _report_holes(run: Run, chain: Chain, present: set[int]) -> None:
@@ -190,3 +230,20 @@ def _check_start(run: Run, chain: Chain) -> None:
             remedy=RESTORE,
         )
     )
+
+
+def _read_head_hint(run: Run) -> tuple[int, str] | None:
+    """Version and policy hash that the hint names; None when it is missing or garbage."""
+    try:
+        text = run.store.get(run.keys.hint(Hint.HEAD))
+        document = parse_canonical_json(text, what="head hint", max_bytes=MAX_HINT_BYTES)
+    except FormatError:
+        return None
+    except NotFoundError as err:
+        if err.kind is not Kind.OBJECT_MISSING:
+            raise
+        return None
+    match document:
+        case {"version": int(version), "policy_hash": str(policy_hash)}:
+            return int(version), policy_hash
+    return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typer.testing import CliRunner
@@ -14,11 +16,13 @@ from deltastore.storage.url import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from typer.testing import Result
 
     from deltastore.storage.store import ObjectStore
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,20 @@ class Cli:
         error = self.json(command, *words, code=code)["error"]
         assert (error["kind"], error["exit_code"]) == (kind, code)
         assert error["hint"], f"no way out in {error}"
+        assert list(error) == documented("An error")
         assert isinstance(error, dict)
         return error
+
+
+def documented(what: str) -> list[str]:
+    """The keys that docs/cli.md promises: of a command, or of `The run`, `A version`, ..."""
+    page = PAGE.read_text(encoding="utf-8")
+    row = re.search(rf"^\| `{what}` \| (.*) \|$", page, re.MULTILINE)
+    sentence = re.search(rf"{what}: ((?:`\w+`\s*)+)\.", page)
+    found = row or sentence
+    assert found is not None, f"docs/cli.md says nothing of {what}"
+    run = documented("The run") if found[1].startswith("the run") else []
+    return [*run, *re.findall(r"`(\w+)`", found[1])]
 
 
 def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

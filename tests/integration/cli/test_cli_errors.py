@@ -10,7 +10,7 @@ import pytest
 
 from deltastore.storage.store import PutMode
 from deltastore.testing.checkpoints import TinyShape, tiny_checkpoint
-from tests.integration.cli.cli_kit import Cli, publish_three
+from tests.integration.cli.cli_kit import Cli, documented, publish_three
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,6 +212,7 @@ def test_truncated_segment(cli: Cli, old: Path, new: Path, newer: Path, tmp_path
             ("size", 1, key),
             ("unreachable", 1, None),
         ]
+    assert all(list(finding) == documented("A finding") for finding in report["findings"])
     assert "versions 1 to 2" in report["findings"][1]["message"]
     assert report["replayed"] == 1
     plain = cli.run("verify", url)

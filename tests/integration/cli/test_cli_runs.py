@@ -10,53 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.cli.cli_kit import Cli, other_files, tensors
+from tests.integration.cli.cli_kit import Cli, documented, other_files, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.testing.servers import SeaweedServer
-
-RUN_KEYS = [
-    "run_url",
-    "run",
-    "run_id",
-    "layout_digest",
-    "home",
-    "created_ms",
-    "tensors",
-    "elements",
-    "dense_bytes",
-]
-VERSION_KEYS = [
-    "version",
-    "kind",
-    "policy_hash",
-    "base_version",
-    "base_policy_hash",
-    "fingerprint_before",
-    "fingerprint_after",
-    "step_first",
-    "step_last",
-    "nnz",
-    "density",
-    "size_bytes",
-    "objects",
-    "encodings",
-    "generation",
-    "created_ms",
-]
-VERIFY_KEYS = [
-    "ok",
-    "deep",
-    "head",
-    "versions",
-    "replayed",
-    "objects",
-    "size_bytes",
-    "seconds",
-    "findings",
-]
 
 
 def test_replay_is_bit_exact(
@@ -76,15 +35,7 @@ def test_replay_takes_head(shared: Cli, newer: Path, tmp_path: Path) -> None:
     """Without --version the newest version is rebuilt, and the document says from what."""
     document = shared.json("replay", shared.url("r1"), "--out", tmp_path / "c")
     assert tensors(tmp_path / "c") == tensors(newer)
-    assert list(document) == [
-        *RUN_KEYS,
-        "version",
-        "out",
-        "via",
-        "read_bytes",
-        "links",
-        "seconds",
-    ]
+    assert list(document) == documented("replay")
     assert (document["version"]["version"], document["links"]) == (2, 2)
     assert document["read_bytes"] > 0
 
@@ -92,7 +43,7 @@ def test_replay_takes_head(shared: Cli, newer: Path, tmp_path: Path) -> None:
 def test_log_and_show_say_the_same(shared: Cli) -> None:
     """`log` lists every version with stable keys, `show` adds its objects; hashes link."""
     log = shared.json("log", shared.url("r1"))
-    assert list(log) == [*RUN_KEYS, "head", "versions"]
+    assert list(log) == documented("log")
     assert [v["version"] for v in log["versions"]] == [0, 1, 2]
     assert [v["kind"] for v in log["versions"]] == ["full", "delta", "delta"]
     assert [(v["step_first"], v["step_last"]) for v in log["versions"]] == [
@@ -106,9 +57,11 @@ def test_log_and_show_say_the_same(shared: Cli) -> None:
         assert 0 < version["density"] < 0.05
     for version in log["versions"]:
         shown = shared.json("show", shared.url("r1"), "--version", str(version["version"]))
-        assert list(version) == VERSION_KEYS
+        assert list(version) == documented("A version")
         assert shown["version"] == version
-        assert list(shown) == [*RUN_KEYS, "head", "version", "segments", "files", "signed_by"]
+        assert list(shown) == documented("show")
+        assert all(list(segment) == documented("A segment") for segment in shown["segments"])
+        assert all(list(file) == documented("A file") for file in shown["files"])
         sizes = [item["size_bytes"] for item in (*shown["segments"], *shown["files"])]
         assert sum(sizes) == version["size_bytes"]
     assert shared.json("show", shared.url("r1"))["version"]["version"] == 2
@@ -124,7 +77,7 @@ def test_log_limit(shared: Cli) -> None:
 def test_verify_whole_run(shared: Cli, flags: list[str]) -> None:
     """A run that nobody touched has no findings, and a deep check replays every version."""
     document = shared.json("verify", shared.url("r1"), *flags)
-    assert list(document) == [*RUN_KEYS, *VERIFY_KEYS]
+    assert list(document) == documented("verify")
     assert (document["ok"], document["findings"], document["head"]) == (True, [], 2)
     assert (document["versions"], document["replayed"]) == (3, 3 if flags else 0)
     assert document["objects"] >= 8
@@ -158,8 +111,8 @@ def test_publish_what_is_there_and_what_was(cli: Cli, old: Path, new: Path, tmp_
     """CASES R12, R3: an unchanged checkpoint is a valid, empty version; an older one published
     again is the next version, never an old number."""
     url = cli.url("r1")
-    cli.json("init", url, "--checkpoint", old)
-    cli.json("publish", url, new, "--step", "1")
+    assert list(cli.json("init", url, "--checkpoint", old)) == documented("init")
+    assert list(cli.json("publish", url, new, "--step", "1")) == documented("publish")
     empty = cli.json("publish", url, new, "--step", "2")["version"]
     assert (empty["version"], empty["nnz"], empty["size_bytes"]) == (2, 0, 0)
     assert cli.json("publish", url, old, "--step", "3")["version"]["version"] == 3

@@ -168,6 +168,35 @@ def test_broken_link(copy: Copy, change: dict[str, object]) -> None:
     assert errors(copy.check(deep=True).findings) == [("link", 4), ("unreachable", 4)]
 
 
+def test_changed_manifest_in_the_middle(copy: Copy) -> None:
+    """A manifest that the history above does not vouch for is the damaged one, not the next."""
+    manifest = copy.manifest(1)
+    _commit(copy, replace(manifest, core=replace(manifest.core, writer_nonce="0" * 32)))
+    report = copy.check(deep=True)
+    assert errors(report.findings) == [("link", 1), ("unreachable", 1)]
+    assert report.findings[0].key == f"{VERSIONS}{1:010d}.json"
+    assert report.replayed == 3
+
+
+@pytest.mark.parametrize("hinted", [True, False])
+def test_changed_manifest_below_head(copy: Copy, hinted: bool) -> None:
+    """When the newest two contradict each other the one that the hint names is believed; without a
+    hint it is the newest that is wrong."""
+    manifest = copy.manifest(FULL_AT)
+    _commit(copy, replace(manifest, core=replace(manifest.core, writer_nonce="0" * 32)))
+    if not hinted:
+        copy.store.delete([f"{NAME}/hints/head"])
+    wrong = FULL_AT if hinted else HEAD
+    assert errors(copy.check(deep=True).findings) == [("link", wrong), ("unreachable", wrong)]
+
+
+def test_changed_head(copy: Copy) -> None:
+    """No manifest vouches for the newest version: the hint's other hash is a warning."""
+    manifest = copy.manifest(HEAD)
+    _commit(copy, replace(manifest, core=replace(manifest.core, writer_nonce="0" * 32)))
+    assert found(copy.check(deep=True)) == [("warning", "hint", HEAD, f"{NAME}/hints/head")]
+
+
 def test_wrong_fingerprint(copy: Copy) -> None:
     """A version that declares another state than its blocks make is found by the deep check."""
     manifest = copy.manifest(4)
@@ -277,44 +306,57 @@ def test_progress_reaches_its_total(copy: Copy) -> None:
 
 
 @given(data=st.data())
-def test_any_damage_is_found(whole: Mapping[str, bytes], data: st.DataObject) -> None:
-    """Whatever committed object is deleted, cut or has a bit flipped: the deep check names it, and
-    what it calls replayed plus what it calls lost is every version there was."""
-    key = data.draw(st.sampled_from(sorted(k for k in whole if _committed(k))), label="key")
-    how = data.draw(st.sampled_from(["delete", "cut", "flip"]), label="how")
+def test_any_damage_to_a_body_is_found(whole: Mapping[str, bytes], data: st.DataObject) -> None:
+    """Whatever segment or file is deleted, cut or has a bit flipped: the deep check names it, and
+    replays every version up to it and from the next full one on."""
+    key = _draw_key(whole, data, {KeyKind.SEGMENT, KeyKind.ANCHOR_FILE})
     copy = make_copy(whole)
-    body = bytearray(whole[key])
+    _damage(copy, key, whole[key], data)
+    report = copy.check(deep=True)
+    version = parse_key(key).version
+    assert version is not None
+    assert [f.key for f in report.findings] == [key, None]
+    assert HEAD + 1 - report.replayed == _lost_with(version)
+
+
+@given(data=st.data())
+def test_any_damage_to_a_manifest_is_found(whole: Mapping[str, bytes], data: st.DataObject) -> None:
+    """Whatever version manifest is deleted, cut or has a bit flipped, the check says so, and which:
+    the history above vouches for it, for the newest one the hint does."""
+    key = _draw_key(whole, data, {KeyKind.VERSION})
+    copy = make_copy(whole)
+    _damage(copy, key, whole[key], data)
+    report = copy.check(deep=True)
+    version = parse_key(key).version
+    assert version is not None
+    assert version in {f.version for f in report.findings}
+    if version < HEAD:
+        assert not report.ok
+        assert HEAD + 1 - report.replayed == _lost_with(version)
+
+
+def _lost_with(version: int) -> int:
+    end = FULL_AT if version < FULL_AT else HEAD + 1  # a full version is a new start
+    return end - version
+
+
+def _draw_key(whole: Mapping[str, bytes], data: st.DataObject, kinds: set[KeyKind]) -> str:
+    keys = sorted(key for key in whole if parse_key(key).kind in kinds)
+    return data.draw(st.sampled_from(keys), label="key")
+
+
+def _damage(copy: Copy, key: str, body: bytes, data: st.DataObject) -> None:
+    how = data.draw(st.sampled_from(["delete", "cut", "flip"]), label="how")
     if how == "delete":
         copy.store.delete([key])
-    elif how == "cut":
-        copy.write(key, bytes(body[: data.draw(st.integers(0, len(body) - 1), label="at")]))
-    else:
-        place = data.draw(st.integers(0, len(body) - 1), label="byte")
-        body[place] ^= 1 << data.draw(st.integers(0, 7), label="bit")
-        copy.write(key, bytes(body))
-    report = copy.check(deep=True)
-    if how == "delete" and key == f"{VERSIONS}{HEAD:010d}.json":
-        assert (report.head, report.ok) == (HEAD - 1, True)
         return
-    assert not report.ok
-    version = parse_key(key).version
-    assert key in {f.key for f in report.findings} or version in {
-        f.version for f in report.findings
-    }
-    lost = HEAD + 1 - report.replayed
-    assert lost == (
-        FULL_AT - _number(version) if _number(version) < FULL_AT else 1 + HEAD - _number(version)
-    )
-
-
-def _number(version: int | None) -> int:
-    assert version is not None
-    return version
-
-
-def _committed(key: str) -> bool:
-    kinds = {KeyKind.VERSION, KeyKind.SEGMENT, KeyKind.ANCHOR_FILE}
-    return parse_key(key).kind in kinds
+    place = data.draw(st.integers(0, len(body) - 1), label="byte")
+    if how == "cut":
+        copy.write(key, body[:place])
+        return
+    flipped = bytearray(body)
+    flipped[place] ^= 1 << data.draw(st.integers(0, 7), label="bit")
+    copy.write(key, bytes(flipped))
 
 
 def _commit(copy: Copy, manifest: VersionManifest) -> None:
