@@ -6,6 +6,7 @@ there yet, and run a batch of prompts once for all samples of their groups.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,9 @@ from deltastore.errors import InvalidInputError, Kind
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+
+_LOADING = threading.Lock()  # transformers patches torch's globals while it builds a model
 
 
 def load_model(folder: Path) -> Any:
@@ -58,7 +62,8 @@ def _call(folder: Path, build: Callable[[], Any]) -> Any:
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     try:
-        model = build()
+        with _LOADING:
+            model = build()
     except (OSError, ValueError, KeyError) as err:
         raise InvalidInputError(
             f"transformers cannot make a model from {folder}: {err}",

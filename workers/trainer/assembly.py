@@ -155,6 +155,7 @@ def _assemble(
         ),
     )
     return Trainer(
+        home,
         live.model,
         optimizer,
         publisher,

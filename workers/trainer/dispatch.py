@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 TAKE_MAX = 64
 TAKE_WAIT_S = 0.25
 TEND_PERIOD_S = 1.0  # between two looks for expired leases and stranded jobs
+QUIET_TENDS = 3  # looks at jobs that are done without a result before they are issued anew
 FETCH_THREADS = 4
 OPEN_POOL = ""
 
@@ -97,6 +98,7 @@ class Dispatcher:
         self._sink = sink
         self._gates: dict[str, tuple[tuple[int, str], ...]] = {}
         self._dropped = 0
+        self._quiet_tends = 0
 
     def deal(self, step: int) -> None:
         """Put up a step's groups, split over the actors that can do them now."""
@@ -200,6 +202,7 @@ class Dispatcher:
             return None  # absent, shorter or unreachable: judged corrupt, and offered again
 
     def _take(self, admitted: AdmittedResult, body: bytes | None, groups: dict[int, Group]) -> None:
+        self._quiet_tends = 0
         claim = admitted.settlement
         job = self._table.find(claim.job_id)
         verdict, result = self._table.consume(claim, b"" if body is None else body)
@@ -211,12 +214,8 @@ class Dispatcher:
             groups[job.index] = self._group(job, result)
             return
         self._dropped += 1
-        if job is None:
-            return
-        if job.attempt >= MAX_ATTEMPTS:
-            self._table.close(job.job_id)
-            return
-        self._again([job], failed=True)
+        if job is not None:
+            self._give_another_try([job])
 
     def _group(self, job: IssuedJob, result: RolloutResult) -> Group:
         rewards = tuple(
@@ -248,8 +247,7 @@ class Dispatcher:
             return
         gate = self._ledger.gate(step, self._settings.max_policy_lag)
         if not counts.open + counts.assigned:
-            # Redis has forgotten them; or their results wait to be taken, and this does nothing.
-            self._put_up(wanted, [None] * len(wanted), gate)
+            self._revive(wanted, gate)
             return
         stale = [job for job in wanted if self._gates.get(job.job_id) != gate]
         if not stale:
@@ -257,6 +255,29 @@ class Dispatcher:
         asked = self._gates.get(stale[0].job_id, gate)
         if self._steady.attempt(lambda: self._fleet.can_serve(asked)) is False:
             self._again(stale, failed=False)
+
+    def _revive(self, wanted: Sequence[IssuedJob], gate: tuple[tuple[int, str], ...]) -> None:
+        """No wanted job is live: Redis has forgotten them, or says that they are done.
+
+        Offering the same ids brings back what was forgotten and changes nothing else. Done without
+        a result to take means that somebody else took it: after a while they are issued anew.
+        """
+        if self._put_up(wanted, [None] * len(wanted), gate):
+            self._quiet_tends = 0
+            return
+        self._quiet_tends += 1
+        if self._quiet_tends > QUIET_TENDS:
+            self._quiet_tends = 0
+            self._give_another_try(wanted)
+
+    def _give_another_try(self, jobs: Sequence[IssuedJob]) -> None:
+        """Put jobs up again whose results cannot be used, unless that has failed too often."""
+        for job in jobs:
+            if job.attempt >= MAX_ATTEMPTS:
+                self._table.close(job.job_id)
+        again = [job for job in jobs if job.attempt < MAX_ATTEMPTS]
+        if again:
+            self._again(again, failed=True)
 
     def _is_over(self, step: int, have: int, waited_s: float) -> bool:
         if waited_s >= self._settings.step_deadline_s and have >= self._settings.min_groups:

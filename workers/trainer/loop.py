@@ -13,8 +13,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from deltastore.coordination.backend import HeadHint
-from deltastore.errors import StorageError
+from deltastore.errors import Kind, LeaseError, StorageError
 from deltastore.events import StepTrained
+from deltastore.repository.resolve import version_exists
 from workers.trainer.grpo import backward
 from workers.trainer.jobs import Policy
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from deltastore.format.manifest import VersionManifest
     from deltastore.pipeline.publication import Publication
     from deltastore.pipeline.publisher import Publisher
+    from deltastore.repository.run import Run
     from workers.config import TrainerConfig
     from workers.trainer.dispatch import Batch, Dispatcher
     from workers.trainer.fleet import Fleet
@@ -48,6 +50,7 @@ class Trainer:
     """Runs the steps of one run. One thread uses it.
 
     Args:
+        home: the run where versions are committed.
         publisher: open, its source the model.
         first_step: the first step that is not in the published weights yet.
         stopping: set by whoever wants it to stop early; it stops at the next safe moment.
@@ -55,6 +58,7 @@ class Trainer:
 
     def __init__(
         self,
+        home: Run,
         model: Any,
         optimizer: MasterOptimizer,
         publisher: Publisher,
@@ -70,6 +74,7 @@ class Trainer:
         clock: Clock,
         sink: EventSink,
     ) -> None:
+        self._home = home
         self._model = model
         self._optimizer = optimizer
         self._publisher = publisher
@@ -131,6 +136,29 @@ class Trainer:
             raise TrainerStopped
         if self._pending is not None and self._pending.done():
             self._commit()
+        self._require_right()
+
+    def _require_right(self) -> None:
+        """Stop when another trainer has taken the run: its hint says so, and the bucket agrees.
+
+        A trainer that waits for results publishes nothing, so it would not meet the fence.
+        """
+        hint = self._steady.attempt(self._coordination.head_hint)
+        head = self._publisher.head.core
+        if hint is None or hint.generation <= head.generation or self._pending is not None:
+            return
+        try:
+            taken = version_exists(self._home, head.version + 1)
+        except StorageError:
+            return  # asked again at the next turn; publishing would say what is wrong
+        if taken:
+            raise LeaseError(
+                f"version {head.version + 1} was committed by another trainer",
+                kind=Kind.FOREIGN_WRITER,
+                run=self._home.name,
+                version=head.version + 1,
+                hint="two trainers were started on one run: this one, the earlier, stops",
+            )
 
     def _commit(self) -> None:
         """Wait until the weights as they are exist as a version; remember and advertise it.

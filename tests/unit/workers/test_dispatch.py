@@ -189,6 +189,18 @@ def test_redis_restarting_empty_repeats_work_and_loses_none() -> None:
     assert len(batch.groups) == 3
 
 
+def test_results_that_somebody_else_took_are_done_again() -> None:
+    """A second trainer that takes this one's results delays it; nothing hangs and none is lost."""
+    desk = Desk()
+    desk.join("a")
+    desk.dispatcher.deal(1)
+    desk.serve("a")
+    assert len(desk.coordination.take_settled(9, 0.1)) == 3
+    batch = desk.dispatcher.collect(1, lambda: desk.serve("a") and None)
+    assert len(batch.groups) == 3
+    assert batch.wait_s < desk.settings.step_deadline_s
+
+
 def test_an_outage_within_the_limit_is_waited_out() -> None:
     """Redis away for less than outage_max_s delays the step and nothing else."""
     desk = Desk()
