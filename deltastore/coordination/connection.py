@@ -9,6 +9,7 @@ unanswered becomes CoordinationError, and the caller goes on without Redis.
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
@@ -17,10 +18,13 @@ from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
 from redis.exceptions import (
     AuthenticationError,
+    ClusterError,
     ConnectionError,
     NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     TimeoutError,
 )
@@ -37,7 +41,10 @@ if TYPE_CHECKING:
 
 RETRY_WAITS_S = (0.05, 0.2, 0.5)  # within the shortest sensible heartbeat period
 _CLUSTER = "+cluster"
-_LOST = (ConnectionError, TimeoutError, ReadOnlyError, redis.exceptions.ClusterError)
+_DATABASE = re.compile(r"|/|/[0-9]+")
+# The client's cluster errors are no RedisErrors.
+_REDIS_ERRORS = (RedisError, RedisClusterException)
+_LOST = (ConnectionError, TimeoutError, ReadOnlyError, ClusterError, RedisClusterException)
 
 Client: TypeAlias = "redis.Redis | RedisCluster"
 
@@ -79,15 +86,18 @@ class RedisConnection:
             if scheme.endswith(_CLUSTER):
                 url = f"{scheme.removesuffix(_CLUSTER)}://{rest}"
                 return RedisCluster.from_url(url, **options)
-            return redis.Redis.from_url(self._url, **options)
+            _check_database(self._url)
+            client = redis.Redis.from_url(self._url, **options)
+            client.connection_pool.make_connection()  # refuses unknown options; connects nowhere
         except (ValueError, TypeError) as err:
             raise InvalidInputError(
                 f"this is not a Redis URL (host {self.where})",
                 kind=Kind.URL,
                 hint="use redis://HOST:PORT/DB, rediss:// for TLS, redis+cluster:// for a cluster",
             ) from err
-        except RedisError as err:
+        except _REDIS_ERRORS as err:
             raise self._error(err) from err
+        return client
 
     def _here(self) -> Client:
         # After a fork the child would answer on the parent's sockets (CASE L9).
@@ -131,7 +141,7 @@ class RedisConnection:
         for attempt, wait_s in enumerate((*RETRY_WAITS_S, 0.0)):
             try:
                 return once(self._here(), attempt > 0)
-            except RedisError as err:
+            except _REDIS_ERRORS as err:
                 if attempt == len(RETRY_WAITS_S) or not _worth_repeating(err):
                     raise self._error(err) from err
                 self._drop_connections()
@@ -146,14 +156,14 @@ class RedisConnection:
         else:
             client.connection_pool.disconnect(inuse_connections=False)
 
-    def _error(self, err: RedisError) -> CoordinationError:
+    def _error(self, err: Exception) -> CoordinationError:
         kind, message, hint = Kind.REDIS_SCRIPT, f"Redis at {self.where} refused: {err}", None
         if isinstance(err, (AuthenticationError, NoPermissionError)):
             kind, hint = Kind.REDIS_UNAVAILABLE, "check user, password and ACL in the Redis URL"
         elif isinstance(err, _LOST) or _worth_repeating(err):
             kind, message = Kind.REDIS_UNAVAILABLE, f"Redis at {self.where} does not answer: {err}"
             hint = "start it, or check host, port and firewall; published versions are not affected"
-        elif isinstance(err, redis.exceptions.OutOfMemoryError) or "OOM" in str(err):
+        elif isinstance(err, OutOfMemoryError) or "OOM" in str(err):
             kind, message = Kind.REDIS_MEMORY, f"Redis at {self.where} is out of memory"
             hint = "raise maxmemory; no new jobs and leases until then, actors still follow"
         return CoordinationError(message, kind=kind, run=self._run, hint=hint)
@@ -164,7 +174,14 @@ class RedisConnection:
             self._client.close()
 
 
-def _worth_repeating(err: RedisError) -> bool:
+def _check_database(url: str) -> None:
+    """Refuse `redis://host/first`: the client would take database 0 without a word."""
+    parts = urlsplit(url)
+    if parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path):
+        raise ValueError(f"{parts.path} names no database")
+
+
+def _worth_repeating(err: Exception) -> bool:
     if isinstance(err, AuthenticationError):  # a ConnectionError to the client, but it stays wrong
         return False
     # Servers before 7 wrap the reason of a failing script into a plain error.

@@ -31,6 +31,7 @@ from deltastore.coordination.backend import (
     ReapOutcome,
     Settled,
     Settlement,
+    Throughput,
 )
 from deltastore.coordination.limits import FORGET_AFTER_S
 from deltastore.coordination.scripts import load_scripts
@@ -186,6 +187,15 @@ class CoordinationTests:
         assert fleet.settle(first, "a1") is Settled.NOT_HOLDER
         assert [fleet.lease("a2").attempt for _ in range(2)] == [1, 1]
         fleet.coordination.leave("a1")
+
+    def test_leaving_takes_the_samples_along(self, fleet: Fleet) -> None:
+        """The samples of an actor that left are gone; the stored average is kept for its return."""
+        fleet.join("a1")
+        fleet.offer("j1")
+        assert fleet.settle(fleet.lease("a1"), "a1") is Settled.ADMITTED
+        fleet.coordination.set_throughput({"a1": 5.0}, TTL_S)
+        fleet.coordination.leave("a1")
+        assert fleet.coordination.throughput() == {"a1": Throughput((), 5.0)}
 
     def test_the_long_lost_are_forgotten(self, fleet: Fleet) -> None:
         """An actor lost for an hour disappears with the next reap; before, it is listed."""
@@ -537,6 +547,7 @@ class CoordinationTests:
         assert fleet.settle(old, "a1") is Settled.ADMITTED
         assert fleet.offer("j1") == 0
         assert fleet.offer("j1", attempt=2) == 1
+        assert fleet.coordination.job_counts() == JobCounts(1, 0, 0, 0, 0)
         assert fleet.coordination.take_settled(10, 0.0) == []
         assert fleet.settle(old, "a1") is Settled.NOT_HOLDER
         assert fleet.settle(fleet.lease("a2"), "a2") is Settled.ADMITTED

@@ -93,6 +93,14 @@ def test_no_server_is_named() -> None:
     assert sum(clock.slept_s) < 1.0
 
 
+@pytest.mark.parametrize("scheme", ["redis+cluster", "rediss", "rediss+cluster"])
+def test_every_scheme_names_a_dead_server(scheme: str) -> None:
+    """Cluster and TLS clients report a dead server as the plain one does."""
+    with pytest.raises(CoordinationError) as down:
+        RedisCoordination(f"{scheme}://127.0.0.1:{free_port()}", "r1", FakeClock())
+    assert down.value.kind is Kind.REDIS_UNAVAILABLE
+
+
 def test_wrong_credentials_are_named_at_once() -> None:
     """A wrong password is not retried and not repeated in the message."""
     with RedisServer() as server:
@@ -107,7 +115,18 @@ def test_wrong_credentials_are_named_at_once() -> None:
         assert clock.slept_s == []
 
 
-@pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", "redis://localhost:port"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://localhost",
+        "localhost:6379",
+        "redis://localhost:port",
+        "redis://localhost/first",
+        "redis://localhost/0?colour=red",
+        "redis+cluster://localhost:port",
+    ],
+)
 def test_a_bad_url_is_refused(url: str) -> None:
     """A URL that no Redis client takes is refused with the forms that work."""
     with pytest.raises(InvalidInputError) as refused:
