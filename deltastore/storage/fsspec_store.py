@@ -1,7 +1,7 @@
 """A cached listing hides a version that another process wrote (S8): here nothing is cached.
 
-Any fsspec URL can be read and can be a relay. As a home it must pass the probe: for most of these
-file systems "create" is a look followed by a write, and two writers then both believe they won.
+Any fsspec URL can be read and can be a relay. It cannot be a home: for most of these file systems
+"create" is a look followed by a write, and two writers then both believe they won. The probe asks.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ class FsspecStore:
         url: scheme and path; options of the file system go into `options`, never into the URL.
         options: what the file system's constructor takes.
     """
+
+    create_is_atomic = False
+    """For most file systems "create" is a look followed by a write: a relay, never a home."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self._url = url.rstrip("/")

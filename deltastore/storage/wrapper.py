@@ -31,6 +31,11 @@ class StoreWrapper:
         """Where the inner store is."""
         return self.inner.url
 
+    @property
+    def create_is_atomic(self) -> bool:
+        """What the inner store says of itself; the probe asks."""
+        return bool(getattr(self.inner, "create_is_atomic", True))
+
     def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
         """Pass a put on."""
         return self.inner.put(key, body, mode=mode)

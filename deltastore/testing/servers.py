@@ -262,6 +262,7 @@ class SeaweedServer(Server):
         self.region = "us-east-1"
         self._memory_limit_mib = memory_limit_mib
         self._inner_ports: tuple[int, int, int] = (0, 0, 0)
+        self._bucket_client: Any = None
 
     @staticmethod
     def available() -> bool:
@@ -290,17 +291,16 @@ class SeaweedServer(Server):
 
     def create_bucket(self, name: str) -> str:
         """Make a bucket; one that is there already is fine. Returns its name."""
-        client = self.client()
+        if self._bucket_client is None:
+            self._bucket_client = self.client()
         try:
-            client.create_bucket(Bucket=name)
+            self._bucket_client.create_bucket(Bucket=name)
         except ClientError as err:
             if err.response["Error"]["Code"] not in {
                 "BucketAlreadyOwnedByYou",
                 "BucketAlreadyExists",
             }:
                 raise
-        finally:
-            client.close()
         return name
 
     def client(self) -> Any:
@@ -318,6 +318,12 @@ class SeaweedServer(Server):
                 s3={"addressing_style": "path"},
             ),
         )
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._bucket_client is not None:
+            self._bucket_client.close()
+            self._bucket_client = None
+        super()._end(number)
 
     def _choose_ports(self) -> None:
         ports: set[int] = set()

@@ -13,6 +13,8 @@ from deltastore.storage.memory import MemoryStore
 from deltastore.storage.s3 import S3Store
 from deltastore.storage.s3_settings import S3Settings
 from deltastore.storage.wrapper import StoreWrapper
+from deltastore.testing.clock import FakeClock
+from deltastore.testing.faults import BandwidthStore, CountingStore, FaultyStore, LatencyStore
 from deltastore.testing.stores import StoreTests
 
 if TYPE_CHECKING:
@@ -35,12 +37,15 @@ class TestMemoryStore(StoreTests):
 
 
 class TestWrappedStore(StoreTests):
-    """A wrapper that changes nothing changes nothing."""
+    """Wrappers without faults, latency or limits in the way change nothing but the time."""
 
     @pytest.fixture
     def store(self) -> ObjectStore:
-        """Two layers."""
-        return StoreWrapper(StoreWrapper(MemoryStore()))
+        """All of them at once."""
+        clock = FakeClock()
+        slow = LatencyStore(MemoryStore(clock=clock), request_s=0.05, clock=clock)
+        line = BandwidthStore(slow, bytes_per_s=1e6, clock=clock)
+        return StoreWrapper(CountingStore(FaultyStore(line)))
 
 
 class TestFileStore(StoreTests):
