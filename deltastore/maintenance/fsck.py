@@ -38,7 +38,7 @@ def check_run(
     """
     began_s = clock.monotonic_s()
     listing = {info.key: info.size_bytes for info in run.store.list(run.keys.root)}
-    chain = read_chain(run)
+    chain = read_chain(run, streams=streams)
     named = _check_named(run, chain, listing)
     _check_rest(run, chain, listing, named)
     _check_head_hint(run, chain)

@@ -6,6 +6,7 @@ what later checks need: which versions are damaged, and from where the chain can
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
 from deltastore.format.canonical import parse_canonical_json
 from deltastore.format.keys import Hint
 from deltastore.format.manifest import VersionKind
+from deltastore.ids import MAX_VERSION
 from deltastore.maintenance.findings import RESTORE, Defect, Finding, Severity, finding_of
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion, check_link
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
     from deltastore.format.manifest import VersionManifest
     from deltastore.repository.run import Run
+
+MAX_PROBES = 1024  # numbers a listing may have forgotten in one gap: more is a stray key above HEAD
 
 
 @dataclass(slots=True)
@@ -63,7 +67,8 @@ class Chain:
         if self.first is None or self.head is None:
             return
         broken_since: int | None = None
-        for version in range(self.first, self.head + 1):
+        # A gap has its first number in `damaged`; walking over its others could take for ever.
+        for version in sorted(self.manifests.keys() | self.damaged):
             manifest = self.manifests.get(version)
             whole = version not in self.damaged and manifest is not None
             full = manifest is not None and manifest.core.kind is VersionKind.FULL
@@ -91,8 +96,8 @@ class Chain:
             )
 
 
-def read_chain(run: Run) -> Chain:
-    """Every manifest of the run, read and linked."""
+def read_chain(run: Run, *, streams: int) -> Chain:
+    """Every manifest of the run, read by `streams` requests at once, and linked."""
     chain = Chain(hint=_read_head_hint(run))
     present = _present_versions(run)
     if not present:
@@ -108,9 +113,14 @@ def read_chain(run: Run) -> Chain:
         )
         return chain
     chain.first, chain.head = min(present), max(present)
-    for version in range(chain.first, chain.head + 1):
-        if version in present:
-            _read_version(run, chain, version)
+    versions = sorted(present)
+    with ThreadPoolExecutor(streams, thread_name_prefix="fsck") as pool:
+        read = pool.map(lambda version: _read_version(run, version), versions)
+        for version, found in zip(versions, read, strict=True):
+            if isinstance(found, Finding):
+                chain.damage(found)
+            else:
+                chain.manifests[version] = found
     for finding in sorted(_contradictions(run, chain), key=lambda found: found.version or 0):
         chain.damage(finding)
     _report_holes(run, chain, present)
@@ -123,24 +133,25 @@ def _present_versions(run: Run) -> set[int]:
     present = set(list_versions(run))
     if not present:
         return {0} if version_exists(run, 0) else set()
-    while version_exists(run, max(present) + 1):
-        present.add(max(present) + 1)
-    for version in range(min(present), max(present)):
-        if version not in present and version_exists(run, version):
-            present.add(version)
+    above = max(present) + 1
+    while above <= MAX_VERSION and version_exists(run, above):
+        present.add(above)
+        above += 1
+    for first, last in list(_gaps(sorted(present))):
+        if last - first < MAX_PROBES:
+            present.update(v for v in range(first, last + 1) if version_exists(run, v))
     return present
 
 
-def _read_version(run: Run, chain: Chain, version: int) -> None:
-    key = run.keys.version(version)
+def _read_version(run: Run, version: int) -> VersionManifest | Finding:
     try:
-        chain.manifests[version] = load_manifest(run, version)
+        return load_manifest(run, version)
     except NotFoundError as err:
         if err.kind is not Kind.VERSION_MISSING:
             raise
-        chain.damage(finding_of(err, version=version, key=key))
+        return finding_of(err, version=version, key=run.keys.version(version))
     except (FormatError, IntegrityError) as err:
-        chain.damage(finding_of(err, version=version, key=key))
+        return finding_of(err, version=version, key=run.keys.version(version))
 
 
 def _contradictions(run: Run, chain: Chain) -> Iterator[Finding]:

@@ -123,6 +123,19 @@ def test_hole(copy: Copy) -> None:
     assert (report.head, report.replayed) == (HEAD, 3)
 
 
+def test_stray_number_far_above(copy: Copy) -> None:
+    """A stray manifest with a huge number is one hole and one unreadable object, found at once."""
+    stray = f"{VERSIONS}{9_999_999_999:010d}.json"
+    copy.write(stray, b"x")
+    report = copy.check(deep=True)
+    assert errors(report.findings) == [
+        ("format", 9_999_999_999),
+        ("hole", HEAD + 1),
+        ("unreachable", HEAD + 1),
+    ]
+    assert report.replayed == HEAD + 1
+
+
 def test_lost_start(copy: Copy) -> None:
     """A chain without version 0 cannot be replayed up to its first full version."""
     copy.store.delete([f"{VERSIONS}{0:010d}.json"])

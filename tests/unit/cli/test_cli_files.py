@@ -1,0 +1,79 @@
+"""Outputs appear whole or not at all, never replace anything, and errors name the path."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deltastore.cli.files import new_file, refuse_existing, typed_errors
+from deltastore.errors import ConflictError, DeltastoreError, IntegrityError, Kind, NotFoundError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_new_file(tmp_path: Path) -> None:
+    """The file has its bytes once the block has ended, and nothing lies beside it."""
+    out = tmp_path / "d"
+    with new_file(out) as handle:
+        handle.write(b"abc")
+        assert not out.exists()
+    assert out.read_bytes() == b"abc"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+    assert out.stat().st_mode & 0o777 == 0o644
+
+
+def test_failure_leaves_nothing(tmp_path: Path) -> None:
+    """A block that raises leaves neither the file nor what was written so far."""
+    with (
+        pytest.raises(IntegrityError),
+        new_file(tmp_path / "d") as handle,
+    ):
+        handle.write(b"abc")
+        raise IntegrityError("no", kind=Kind.DIGEST)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_made_meanwhile_is_kept(tmp_path: Path) -> None:
+    """A file that appears while the block runs is not replaced."""
+    out = tmp_path / "d"
+    with pytest.raises(ConflictError), new_file(out) as handle:
+        handle.write(b"ours")
+        out.write_bytes(b"theirs")
+    assert out.read_bytes() == b"theirs"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_refuse_existing(tmp_path: Path) -> None:
+    """A file, a folder and a dangling link are in the way; a missing parent is named."""
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for out in (tmp_path / "file", tmp_path, tmp_path / "link"):
+        with pytest.raises(ConflictError):
+            refuse_existing(out)
+    with pytest.raises(NotFoundError, match="nowhere"):
+        refuse_existing(tmp_path / "nowhere" / "d")
+    refuse_existing(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, Kind.DISK_FULL),
+        (errno.EDQUOT, Kind.DISK_FULL),
+        (errno.EACCES, Kind.UNAVAILABLE),
+        (errno.EIO, Kind.UNAVAILABLE),
+        (errno.ENOENT, Kind.FILE_MISSING),
+        (errno.EEXIST, Kind.OUTPUT_EXISTS),
+        (errno.EISDIR, Kind.PAYLOAD),
+    ],
+)
+def test_system_errors_are_typed(number: int, kind: Kind, tmp_path: Path) -> None:
+    """What the system says becomes an error of the tree that names the path and the way out."""
+    with pytest.raises(DeltastoreError) as caught, typed_errors(tmp_path / "x"):
+        raise OSError(number, "says the system")
+    assert caught.value.kind is kind
+    assert str(tmp_path / "x") in caught.value.message
+    assert caught.value.hint
