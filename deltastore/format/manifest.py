@@ -7,23 +7,46 @@ hash* of a version is that hash; the core holds its base's, so one hash names th
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from deltastore.errors import FormatError, InvalidInputError, Kind
-from deltastore.format.canonical import MAX_JSON_INTEGER, canonical_json, parse_canonical_json
-from deltastore.format.fingerprint import Fingerprint
-from deltastore.ids import check_name, check_version, is_sha256, is_token
+from deltastore.format.canonical import canonical_json, parse_canonical_json
+from deltastore.format.fields import (
+    CORE_PREFIX,
+    MAX_MANIFEST_BYTES,
+    FieldReader,
+    FileRef,
+    SegmentRef,
+    Signature,
+    core_hash,
+    file_of_row,
+    join_manifest,
+    plain_value,
+    segment_of_row,
+    split_manifest,
+)
+from deltastore.ids import check_name, check_version
 
-CORE_PREFIX = b"deltastore-core-v1\0"
-MAX_MANIFEST_BYTES = 8 << 20
-MAX_SIGNATURES = 16
+if TYPE_CHECKING:
+    from deltastore.format.fingerprint import Fingerprint
+
+__all__ = [
+    "CORE_PREFIX",
+    "MAX_MANIFEST_BYTES",
+    "FileRef",
+    "RunRecord",
+    "SegmentRef",
+    "Signature",
+    "VersionCore",
+    "VersionKind",
+    "VersionManifest",
+    "core_hash",
+]
+
 VERSION_FORMAT = "deltastore-version/1"
 RUN_FORMAT = "deltastore-run/1"
-
-_T = TypeVar("_T")
 
 
 class VersionKind(StrEnum):
@@ -33,37 +56,6 @@ class VersionKind(StrEnum):
     """Segments on top of version - 1."""
     FULL = "full"
     """The whole state, as files of a Hugging Face checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentRef:
-    """One uploaded segment: where, how long, which bytes, how many changes."""
-
-    key: str
-    size_bytes: int
-    sha256: str
-    nnz: int
-
-    def to_row(self) -> list[Any]:
-        """The JSON row of this reference."""
-        return [self.key, self.size_bytes, self.sha256, self.nnz]
-
-
-@dataclass(frozen=True, slots=True)
-class FileRef:
-    """One file of a full state, under the name a Hugging Face tool looks for.
-
-    `key` is None when the run does not hold the bytes (an external version 0).
-    """
-
-    name: str
-    key: str | None
-    size_bytes: int
-    sha256: str
-
-    def to_row(self) -> list[Any]:
-        """The JSON row of this reference."""
-        return [self.name, self.key, self.size_bytes, self.sha256]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +127,7 @@ class VersionCore:
         """The one text of this core."""
         document: dict[str, Any] = {"format": VERSION_FORMAT}
         for field in fields(self):
-            document[field.name] = _plain(getattr(self, field.name))
+            document[field.name] = plain_value(getattr(self, field.name))
         return canonical_json(document)
 
     @property
@@ -147,14 +139,6 @@ class VersionCore:
     def delta_bytes(self) -> int:
         """Bytes of the segments, or of the files of a full version."""
         return sum(s.size_bytes for s in self.segments) + sum(f.size_bytes for f in self.files)
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """An Ed25519 signature by the key of that id over the core's hash input."""
-
-    key_id: str
-    signature_hex: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,22 +155,15 @@ class VersionManifest:
 
     def to_bytes(self) -> bytes:
         """The manifest file."""
-        rows = [[s.key_id, s.signature_hex] for s in self.signatures]
-        text = self.core.canonical_bytes() + b"\n" + canonical_json(rows)
-        if len(text) > MAX_MANIFEST_BYTES:
-            raise InvalidInputError(
-                f"manifest of version {self.core.version} has {len(text)} bytes",
-                kind=Kind.LIMIT,
-                hint=f"raise the segment size: at most {MAX_MANIFEST_BYTES} bytes are allowed",
-            )
-        return text
+        what = f"manifest of version {self.core.version}"
+        return join_manifest(self.core.canonical_bytes(), self.signatures, what=what)
 
     @classmethod
     def from_bytes(cls, text: bytes) -> VersionManifest:
         """Read a manifest file; FormatError on anything `to_bytes` does not write."""
         core_text, signatures = split_manifest(text)
         document = parse_canonical_json(core_text, what="version manifest")
-        reader = _Reader(document, VERSION_FORMAT, {f.name for f in fields(VersionCore)})
+        reader = FieldReader(document, VERSION_FORMAT, {f.name for f in fields(VersionCore)})
         return cls(reader.build(_read_version_core), signatures)
 
 
@@ -218,7 +195,7 @@ class RunRecord:
     def from_bytes(cls, text: bytes) -> RunRecord:
         """Read a record; FormatError on anything `to_bytes` does not write."""
         document = parse_canonical_json(text, what="run.json", max_bytes=1 << 16)
-        reader = _Reader(document, RUN_FORMAT, {f.name for f in fields(cls)})
+        reader = FieldReader(document, RUN_FORMAT, {f.name for f in fields(cls)})
         return cls(
             run=check_name(reader.text("run"), "run name"),
             run_id=reader.token("run_id"),
@@ -228,127 +205,11 @@ class RunRecord:
         )
 
 
-def core_hash(core_text: bytes) -> str:
-    """SHA-256 over the prefix and a core's bytes as stored."""
-    return hashlib.sha256(CORE_PREFIX + core_text).hexdigest()
-
-
-def split_manifest(text: bytes) -> tuple[bytes, tuple[Signature, ...]]:
-    """A manifest file's core bytes and its signatures."""
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise FormatError(f"manifest has {len(text)} bytes", kind=Kind.LIMIT)
-    core_text, newline, rest = text.partition(b"\n")
-    if not newline:
-        raise FormatError("manifest has no signature line: it is truncated", kind=Kind.TRUNCATED)
-    rows = parse_canonical_json(rest, what="signatures")
-    if not isinstance(rows, list) or len(rows) > MAX_SIGNATURES:
-        raise FormatError(f"signatures are not a list of at most {MAX_SIGNATURES}", kind=Kind.FIELD)
-    return core_text, tuple(_signature_of_row(row) for row in rows)
-
-
-def _signature_of_row(row: Any) -> Signature:
-    match row:
-        case [str(key_id), str(signature)] if len(signature) == 128 and _is_hex(signature):
-            return Signature(check_name(key_id, "key id"), signature)
-    raise FormatError("signature is not [key id, 128 hex digits]", kind=Kind.FIELD)
-
-
-def _is_hex(text: str) -> bool:
-    return not text.strip("0123456789abcdef")
-
-
 def _refuse(message: str) -> None:
     raise InvalidInputError(message, kind=Kind.FIELD)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Fingerprint):
-        return str(value)
-    if isinstance(value, tuple):
-        return [item.to_row() if hasattr(item, "to_row") else item for item in value]
-    return value
-
-
-class _Reader:
-    """Fields of one JSON object, each with its own check."""
-
-    def __init__(self, document: Any, fmt: str, names: set[str]) -> None:
-        if not isinstance(document, dict):
-            raise FormatError(f"{fmt} is not an object", kind=Kind.FIELD)
-        if document.get("format") != fmt:
-            raise FormatError(
-                f"format {str(document.get('format'))[:40]!r} is not {fmt!r}",
-                kind=Kind.FORMAT_VERSION,
-                hint="upgrade deltastore, or this is not one of its files",
-            )
-        if set(document) != names | {"format"}:
-            odd = sorted(set(document) ^ (names | {"format"}))
-            raise FormatError(f"{fmt}: fields missing or unknown: {odd[:5]}", kind=Kind.FIELD)
-        self._document = document
-
-    def build(self, make: Any) -> Any:
-        """Run a constructor, turning its refusals into FormatError."""
-        try:
-            return make(self)
-        except InvalidInputError as err:
-            raise FormatError(err.message, kind=Kind.FIELD) from err
-
-    def text(self, name: str) -> str:
-        """A string."""
-        return self._typed(name, str)
-
-    def count(self, name: str) -> int:
-        """A whole number from 0 to 2^53 - 1."""
-        value = self._typed(name, int)
-        if isinstance(value, bool) or not 0 <= value <= MAX_JSON_INTEGER:
-            raise FormatError(f"{name} {value!r} is not a count", kind=Kind.FIELD)
-        return value
-
-    def count_or_none(self, name: str) -> int | None:
-        """A count, or null."""
-        return None if self._document[name] is None else self.count(name)
-
-    def sha256(self, name: str) -> str:
-        """64 hex digits."""
-        value = self.text(name)
-        if not is_sha256(value):
-            raise FormatError(f"{name} is not a SHA-256", kind=Kind.FIELD)
-        return value
-
-    def sha256_or_none(self, name: str) -> str | None:
-        """64 hex digits, or null."""
-        return None if self._document[name] is None else self.sha256(name)
-
-    def token(self, name: str) -> str:
-        """32 hex digits."""
-        value = self.text(name)
-        if not is_token(value):
-            raise FormatError(f"{name} is not 32 hex digits", kind=Kind.FIELD)
-        return value
-
-    def fingerprint(self, name: str) -> Fingerprint:
-        """32 hex digits as a fingerprint."""
-        return Fingerprint.parse(self.text(name))
-
-    def rows(self, name: str) -> list[Any]:
-        """A list."""
-        return self._typed(name, list)
-
-    def is_null(self, name: str) -> bool:
-        """Whether the field is null."""
-        return self._document[name] is None
-
-    def _typed(self, name: str, kind: type[_T]) -> _T:
-        value = self._document[name]
-        if not isinstance(value, kind):
-            raise FormatError(f"{name} is not a {kind.__name__}", kind=Kind.FIELD)
-        return value
-
-
-def _read_version_core(reader: _Reader) -> VersionCore:
-    encodings = reader.rows("encodings")
-    if not all(isinstance(e, str) for e in encodings) or encodings != sorted(set(encodings)):
-        raise FormatError("encodings are not a sorted list of names", kind=Kind.FIELD)
+def _read_version_core(reader: FieldReader) -> VersionCore:
     kind = reader.text("kind")
     if kind not in set(VersionKind):
         raise FormatError(f"version kind {kind[:20]!r} is unknown", kind=Kind.FIELD)
@@ -361,35 +222,15 @@ def _read_version_core(reader: _Reader) -> VersionCore:
         base_version=reader.count_or_none("base_version"),
         base_policy_hash=reader.sha256_or_none("base_policy_hash"),
         layout_digest=reader.sha256("layout_digest"),
-        segments=tuple(_segment_of_row(row) for row in reader.rows("segments")),
-        files=tuple(_file_of_row(row) for row in reader.rows("files")),
+        segments=tuple(segment_of_row(row) for row in reader.rows("segments")),
+        files=tuple(file_of_row(row) for row in reader.rows("files")),
         nnz=reader.count("nnz"),
         fingerprint_before=None if before else reader.fingerprint("fingerprint_before"),
         fingerprint_after=reader.fingerprint("fingerprint_after"),
-        encodings=tuple(encodings),
+        encodings=reader.names("encodings"),
         step_first=reader.count("step_first"),
         step_last=reader.count("step_last"),
         generation=reader.count("generation"),
         writer_nonce=reader.token("writer_nonce"),
         created_ms=reader.count("created_ms"),
     )
-
-
-def _segment_of_row(row: Any) -> SegmentRef:
-    match row:
-        case [str(key), int(size), str(digest), int(nnz)]:
-            if is_sha256(digest) and _is_count(size) and _is_count(nnz):
-                return SegmentRef(key, size, digest, nnz)
-    raise FormatError("segment is not [key, bytes, sha256, nnz]", kind=Kind.FIELD)
-
-
-def _file_of_row(row: Any) -> FileRef:
-    match row:
-        case [str(name), str() | None as key, int(size), str(digest)]:
-            if is_sha256(digest) and _is_count(size):
-                return FileRef(check_name(name, "file name"), key, size, digest)
-    raise FormatError("file is not [name, key, bytes, sha256]", kind=Kind.FIELD)
-
-
-def _is_count(value: int) -> bool:
-    return not isinstance(value, bool) and 0 <= value <= MAX_JSON_INTEGER
