@@ -9,6 +9,7 @@ import numpy as np
 from deltastore.format.indices import planned_bits
 from deltastore.format.kernels_base import frozen
 from deltastore.format.kernels_index import plane_cost
+from deltastore.format.kernels_values import estimated_step_bits
 from deltastore.format.values import StepValues, to_planes
 
 if TYPE_CHECKING:
@@ -20,11 +21,18 @@ if TYPE_CHECKING:
 SPARSE_FOR_SURE = 4
 """With at most one change in so many elements the sparse form is smaller for every width."""
 
+SMALL_ELEMENTS = 4096
+"""Smaller boxes are judged from a sample: there may be 20,000 of them."""
+
 
 def dense_is_smaller(indices: NDArray[np.uint32], steps: Bits, new: Bits) -> bool:
     """Whether the box's new patterns take fewer bits than its changes, as zstd would store both."""
     if indices.size * SPARSE_FOR_SURE <= new.size:
         return False
+    if new.size < SMALL_ELEMENTS:
+        gap = new.size // indices.size
+        sparse = indices.size * (gap.bit_length() + 1) + int(estimated_step_bits(frozen(steps)))
+        return new.nbytes * 8 <= sparse
     counts = np.array([indices.size], np.int64)
     streams = StepValues().encode(steps, counts)
     sparse = planned_bits(indices, new.size) + sum(_stored_bits(raw) for _stream, raw in streams)

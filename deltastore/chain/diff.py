@@ -36,28 +36,25 @@ _FIRST_ROOM_SHARE = 16
 def diff_run(layout: Layout, tensor: int, start: int, base: Bits, new: Bits) -> Block | None:
     """The block of one flat run from element `start`, or None when no bit of it changed."""
     _check_pair(layout, tensor, base, new)
-    box = Box.run(start, base.size)
-    _check_box(layout, tensor, box)
+    _check_box(layout, tensor, Box.run(start, base.size))
     first = layout.tensors[tensor].first_element + start
-    indices, steps, change = _scan(frozen(base.reshape(-1)), frozen(new.reshape(-1)), first)
-    if not indices.size:
-        return None
-    return _block(tensor, box, indices, steps, new, change)
+    return _diff_flat(tensor, start, first, frozen(base.reshape(-1)), frozen(new.reshape(-1)))
 
 
 def diff_tensor(layout: Layout, tensor: int, base: Bits, new: Bits) -> Iterator[Block]:
     """The blocks of one whole tensor, flat; runs without a change have none."""
     _check_pair(layout, tensor, base, new)
-    if base.size != layout.tensors[tensor].elements:
+    spec = layout.tensors[tensor]
+    if base.size != spec.elements:
         raise InvalidInputError(
-            f"tensor {layout.tensors[tensor].name!r} has {layout.tensors[tensor].elements}"
-            f" elements, not {base.size}",
+            f"tensor {spec.name!r} has {spec.elements} elements, not {base.size}",
             kind=Kind.TENSOR_SHAPE,
         )
-    base, new = base.reshape(-1), new.reshape(-1)
+    base, new = frozen(base.reshape(-1)), frozen(new.reshape(-1))
     for start in range(0, base.size, MAX_BOX_ELEMENTS):
         end = min(start + MAX_BOX_ELEMENTS, base.size)
-        block = diff_run(layout, tensor, start, base[start:end], new[start:end])
+        first = spec.first_element + start
+        block = _diff_flat(tensor, start, first, base[start:end], new[start:end])
         if block is not None:
             yield block
 
@@ -147,6 +144,13 @@ def block_offsets(
     numbers = [frozen(np.array(row, np.int64)) for row in (box.start, box.shape, shape)]
     locate(frozen(indices), *numbers, offsets)
     return offsets
+
+
+def _diff_flat(tensor: int, start: int, first: int, base: Bits, new: Bits) -> Block | None:
+    indices, steps, change = _scan(base, new, first)
+    if not indices.size:
+        return None
+    return _block(tensor, Box.run(start, base.size), indices, steps, new, change)
 
 
 def _scan(

@@ -26,6 +26,9 @@ OK, TRUNCATED, TRAILING, RANGE, NOT_MINIMAL, PADDING = 0, 1, 2, 3, 4, 5
 COST_RICE_PARAMETER, COST_RICE_BITS, COST_LEB_BYTES, COST_PLANE_BITS, COST_WIDE_BYTES = range(5)
 COST_COLUMNS = 5
 
+MIN_PLANE_CHANGES = 64
+"""Below so many changes planes are taken to be incompressible: their statistics say nothing."""
+
 
 @kernel
 def log2_fixed(value: Any) -> Any:
@@ -93,8 +96,10 @@ def index_costs(indices: Array, ends: Array, elements: Array, costs: Array) -> A
         lebs: Any = 0
         wide: Any = 0
         falling: Any = 0
-        low_seen[:] = 0
-        high_seen[:] = 0
+        small = n < MIN_PLANE_CHANGES
+        if not small:
+            low_seen[:] = 0
+            high_seen[:] = 0
         previous = np.int64(-1)
         for i in range(begin, end):
             g: Any = np.int64(indices[i]) - previous - 1
@@ -128,7 +133,9 @@ def index_costs(indices: Array, ends: Array, elements: Array, costs: Array) -> A
         costs[block, COST_RICE_PARAMETER] = min(k, MAX_RICE_PARAMETER)
         costs[block, COST_RICE_BITS] = best
         costs[block, COST_LEB_BYTES] = n + lebs
-        planes = plane_cost(low_seen, n) + plane_cost(high_seen, n)
+        planes: Any = 16 * n
+        if not small:
+            planes = plane_cost(low_seen, n) + plane_cost(high_seen, n)
         costs[block, COST_PLANE_BITS] = planes + wide * 8
         costs[block, COST_WIDE_BYTES] = wide
         begin = end

@@ -103,3 +103,23 @@ def join_steps(
             return block, False
         begin = end
     return -1, False
+
+
+@kernel
+def estimated_step_bits(steps: Array) -> Any:
+    """About how many bits the value streams of these steps take, from some hundred of them."""
+    width = steps.itemsize * 8
+    stride = max(steps.size // 256, 1)
+    seen: Any = 0
+    bits: Any = 0
+    for i in range(0, steps.size, stride):
+        step = steps[i]
+        down = U(step) >> U(width - 1)
+        size = U(steps.dtype.type(steps.dtype.type(0) - step) if down else step)
+        seen += 1
+        bits += 2
+        if size > U(1):
+            while size != U(0):
+                size >>= U(1)
+                bits += 1
+    return bits * steps.size // max(seen, 1)

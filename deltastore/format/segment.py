@@ -14,7 +14,7 @@ import numpy as np
 
 from deltastore.errors import FormatError, IntegrityError, InvalidInputError, Kind
 from deltastore.format.block import Block, ValueKind
-from deltastore.format.box import MAX_BOX_ELEMENTS
+from deltastore.format.box import MAX_BOX_ELEMENTS, Box
 from deltastore.format.disjoint import check_boxes
 from deltastore.format.fingerprint import Fingerprint
 from deltastore.format.frames import (
@@ -26,6 +26,8 @@ from deltastore.format.frames import (
     frame_ends,
 )
 from deltastore.format.indices import IndexEncoding, Numbers
+from deltastore.format.kernels_base import frozen
+from deltastore.format.kernels_values import estimated_step_bits
 from deltastore.format.layout import Layout, require_same_layout
 from deltastore.format.segment_table import (
     MAX_BLOCKS,
@@ -134,11 +136,11 @@ def encode_segment(
             hint=f"at most {MAX_BLOCKS}: use more segments",
         )
     blocks = sorted(blocks, key=lambda b: (b.tensor, b.box.start))
-    columns = _columns_of(layout, blocks)
-    _check_fits(layout, blocks)
-    tensors = np.array([block.tensor for block in blocks], np.int64)
+    tensors = _tensors_of(layout, blocks)
+    columns = _columns_of(layout, tensors, blocks)
     boxes = [block.box for block in blocks]
-    _check_writable(tensors, blocks, columns)
+    _check_blocks(blocks, columns)
+    _check_boxes(layout, tensors, boxes, columns)
     packer = Packer(level)
     frames: list[FrameRow] = []
     body: list[bytes] = []
@@ -224,19 +226,23 @@ def estimated_bytes(block: Block) -> int:
         return block.values.nbytes + 64
     gap = max(block.box.elements // block.nnz, 1)
     index_bits = block.nnz * (gap.bit_length() + 1)
-    value_bits = block.nnz * (2 if block.kind is ValueKind.STEPS else block.values.itemsize * 8)
+    value_bits = block.nnz * block.values.itemsize * 8
+    if block.kind is ValueKind.STEPS:
+        value_bits = int(estimated_step_bits(frozen(block.values)))
     return (index_bits + value_bits) // 8 + 64
 
 
-def _columns_of(layout: Layout, blocks: Sequence[Block]) -> FrameColumns:
-    known = layout_columns(layout)
-    for block in blocks:
-        if not 0 <= block.tensor < len(layout):
-            raise InvalidInputError(f"no tensor {block.tensor} in the layout", kind=Kind.FIELD)
+def _tensors_of(layout: Layout, blocks: Sequence[Block]) -> Numbers:
     tensors = np.array([block.tensor for block in blocks], np.int64)
+    if ((tensors < 0) | (tensors >= len(layout))).any():
+        raise InvalidInputError("a block names a tensor beyond the layout", kind=Kind.FIELD)
+    return tensors
+
+
+def _columns_of(layout: Layout, tensors: Numbers, blocks: Sequence[Block]) -> FrameColumns:
     return FrameColumns(
         np.array([KIND_NUMBERS[block.kind] for block in blocks], np.int64),
-        known.element_bits[tensors],
+        layout_columns(layout).element_bits[tensors],
         np.array([block.values.size for block in blocks], np.int64),
         np.array([block.box.elements for block in blocks], np.int64),
         np.zeros(len(blocks), np.int64),
@@ -244,10 +250,10 @@ def _columns_of(layout: Layout, blocks: Sequence[Block]) -> FrameColumns:
     )
 
 
-def _check_writable(tensors: Numbers, blocks: Sequence[Block], columns: FrameColumns) -> None:
+def _check_blocks(blocks: Sequence[Block], columns: FrameColumns) -> None:
     widths = columns.element_bits.tolist()
-    shapes = [b.box.elements for b in blocks]
-    for block, bits, elements in zip(blocks, widths, shapes, strict=True):
+    sizes = columns.elements.tolist()
+    for block, bits, elements in zip(blocks, widths, sizes, strict=True):
         dense = block.kind is ValueKind.DENSE
         indices = block.indices
         if (
@@ -269,17 +275,6 @@ def _check_writable(tensors: Numbers, blocks: Sequence[Block], columns: FrameCol
                 kind=Kind.FIELD,
                 hint=f"boxes have 1 to {MAX_BOX_ELEMENTS} elements, sparse blocks a change",
             )
-    flat = np.array([block.box.flat for block in blocks], bool)
-    try:
-        check_boxes(tensors, [block.box for block in blocks])
-    except FormatError as err:
-        raise InvalidInputError(err.message, kind=err.kind) from err
-    if flat.any():
-        starts = np.array([b.box.start[0] for b in blocks if b.box.flat], np.int64)
-        ends = starts + columns.elements[flat]
-        owner = tensors[flat]
-        if ((owner[1:] == owner[:-1]) & (starts[1:] < ends[:-1])).any():
-            raise InvalidInputError("runs of a tensor overlap", kind=Kind.BOX)
     if columns.decoded_bytes() > DEFAULT_LIMITS.max_decoded_bytes:
         raise InvalidInputError(
             f"segment would decode to {columns.decoded_bytes()} bytes",
@@ -288,13 +283,28 @@ def _check_writable(tensors: Numbers, blocks: Sequence[Block], columns: FrameCol
         )
 
 
-def _check_fits(layout: Layout, blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        if not block.box.fits(layout.tensors[block.tensor].element_shape):
+def _check_boxes(
+    layout: Layout, tensors: Numbers, boxes: Sequence[Box], columns: FrameColumns
+) -> None:
+    is_run = [b.flat and len(b.start) == 1 and len(b.shape) == 1 for b in boxes]
+    for tensor, box, run in zip(tensors.tolist(), boxes, is_run, strict=True):
+        if not run and not box.fits(layout.tensors[tensor].element_shape):
             raise InvalidInputError(
-                f"box {block.box} leaves tensor {layout.tensors[block.tensor].name!r}",
-                kind=Kind.BOX,
+                f"box {box} leaves tensor {layout.tensors[tensor].name!r}", kind=Kind.BOX
             )
+    runs = np.array(is_run, bool)
+    starts = np.array([b.start[0] for b, run in zip(boxes, is_run, strict=True) if run], np.int64)
+    ends = starts + columns.elements[runs]
+    owner = tensors[runs]
+    if ((starts < 0) | (ends > layout_columns(layout).elements[owner])).any():
+        raise InvalidInputError("a run leaves its tensor", kind=Kind.BOX)
+    if ((owner[1:] == owner[:-1]) & (starts[1:] < ends[:-1])).any():
+        raise InvalidInputError("runs of a tensor overlap", kind=Kind.BOX)
+    if not runs.all():
+        try:
+            check_boxes(tensors, boxes)
+        except FormatError as err:
+            raise InvalidInputError(err.message, kind=err.kind) from err
 
 
 def _stream_bytes(columns: FrameColumns) -> Numbers:
