@@ -62,7 +62,7 @@ class TestS3StoreOnSeaweedfs(StoreTests):
 
     race_rounds = 2
     folder_order = True
-    large_bytes = 17 * MIB + 3
+    large_bytes = 11 * MIB + 3
 
     @pytest.fixture
     def store(self, s3_server: SeaweedServer, s3_bucket: str) -> Iterator[ObjectStore]:
@@ -96,7 +96,7 @@ class TestS3StoreOnMoto(StoreTests):
     """A second opinion on the protocol; moto lets two racing creates win now and then."""
 
     atomic_create = False
-    large_bytes = 11 * MIB + 3
+    large_bytes = 6 * MIB + 3
 
     @pytest.fixture
     def store(self, moto_endpoint: str, request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
