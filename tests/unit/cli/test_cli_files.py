@@ -27,21 +27,28 @@ def test_new_file(tmp_path: Path) -> None:
 
 def test_failure_leaves_nothing(tmp_path: Path) -> None:
     """A block that raises leaves neither the file nor what was written so far."""
-    with (
-        pytest.raises(IntegrityError),
-        new_file(tmp_path / "d") as handle,
-    ):
-        handle.write(b"abc")
-        raise IntegrityError("no", kind=Kind.DIGEST)
+
+    def fail() -> None:
+        with new_file(tmp_path / "d") as handle:
+            handle.write(b"abc")
+            raise IntegrityError("no", kind=Kind.DIGEST)
+
+    with pytest.raises(IntegrityError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_file_made_meanwhile_is_kept(tmp_path: Path) -> None:
     """A file that appears while the block runs is not replaced."""
     out = tmp_path / "d"
-    with pytest.raises(ConflictError), new_file(out) as handle:
-        handle.write(b"ours")
-        out.write_bytes(b"theirs")
+
+    def race() -> None:
+        with new_file(out) as handle:
+            handle.write(b"ours")
+            out.write_bytes(b"theirs")
+
+    with pytest.raises(ConflictError):
+        race()
     assert out.read_bytes() == b"theirs"
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
