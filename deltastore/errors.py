@@ -37,6 +37,7 @@ class Kind(StrEnum):
     NO_CONDITIONAL_PUT = "no_conditional_put"
     NO_HARD_LINKS = "no_hard_links"
     DISK_FULL = "disk_full"
+    REFUSED = "refused"
     # CoordinationError
     REDIS_UNAVAILABLE = "redis_unavailable"
     REDIS_POLICY = "redis_policy"
@@ -81,6 +82,7 @@ class Kind(StrEnum):
     META_TENSOR = "meta_tensor"
     PAYLOAD = "payload"
     BACKLOG = "backlog"
+    RANGE = "range"
 
 
 class DeltastoreError(Exception):
