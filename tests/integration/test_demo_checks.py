@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from deltastore.events import ActorJoined, PublishFailed, StepTrained, VersionPublished
 from deltastore.observability.jsonl import StampedEvent
 from deltastore.observability.view import RunView
-from workers.demo import ending
+from workers.demo import ending, outside
 from workers.demo.settings import JOINER, DemoSettings
 from workers.run_folder import FinalReport, RunFolder
 
@@ -122,8 +122,8 @@ def test_checkpoints_are_compared_by_bits(tmp_path: Path, pattern: int) -> None:
     save_file({"w": plain.view(torch.bfloat16)}, one / "model.safetensors")
     save_file({"w": plain.view(torch.bfloat16)}, other)
     save_file({"w": changed.view(torch.bfloat16)}, third / "model.safetensors")
-    assert ending.compare_checkpoints(one, other) == ([], 1)
-    assert ending.compare_checkpoints(one, third) == (["w"], 1)
+    assert outside.compare_checkpoints(one, other) == ([], 1)
+    assert outside.compare_checkpoints(one, third) == (["w"], 1)
 
 
 def test_missing_and_retyped_tensors_are_differences(tmp_path: Path) -> None:
@@ -131,6 +131,6 @@ def test_missing_and_retyped_tensors_are_differences(tmp_path: Path) -> None:
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
     save_file({"a": torch.zeros(4), "b": torch.zeros(2, 2), "c": torch.zeros(1)}, one)
     save_file({"a": torch.zeros(4, dtype=torch.int32), "b": torch.zeros(4)}, other)
-    different, tensors = ending.compare_checkpoints(one, other)
+    different, tensors = outside.compare_checkpoints(one, other)
     assert sorted(different) == ["a", "b", "c"]
     assert tensors == 3

@@ -26,7 +26,6 @@ from deltastore.testing.servers import ServerStartError
 from workers.demo.director import Director
 from workers.demo.fleet import DemoError, Fleet
 from workers.demo.meter import MemoryMeter
-from workers.demo.model import fetch_model
 from workers.demo.settings import DemoSettings
 from workers.demo.site import open_site
 from workers.wiring import child_environment, user_cache_dir
@@ -79,7 +78,7 @@ def run(settings: DemoSettings, console: Console, clock: Clock) -> int:
         console.print(line, markup=False, soft_wrap=True)
 
     started_s = clock.monotonic_s()
-    model_dir = settings.model or fetch_model(user_cache_dir())
+    model_dir = settings.model or _fetch_model()
     stamp = datetime.fromtimestamp(clock.utc_s(), UTC).strftime("%Y%m%d-%H%M%S")
     run_dir = (settings.runs_dir / f"demo-{stamp}").resolve()
     run_dir.mkdir(parents=True)
@@ -107,6 +106,12 @@ def run(settings: DemoSettings, console: Console, clock: Clock) -> int:
     failed = [check.name for check in checks if not check.passed]
     say("everything held" if not failed else f"did not hold: {'; '.join(failed)}")
     return 1 if failed else 0
+
+
+def _fetch_model() -> Path:
+    from workers.demo.model import fetch_model  # torch: only when it is needed
+
+    return fetch_model(user_cache_dir())
 
 
 def _figures(view: RunView, settings: DemoSettings) -> list[tuple[str, str]]:

@@ -6,19 +6,13 @@ process of its own, and transformers. None of them asks the code under test whet
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
-
-import torch
-from safetensors import safe_open
-from transformers import AutoTokenizer
+from typing import TYPE_CHECKING
 
 from deltastore.observability.report import Check
 from deltastore.testing.servers import find_program
-from workers.causal_lm import load_model
 from workers.demo.fleet import DemoError
 from workers.demo.settings import JOINER
 from workers.run_folder import FinalReport, RunFolder, read_report
@@ -108,6 +102,8 @@ def check_replay(site: Site, region: str, environment: Mapping[str, str], versio
     name = f"replay from region {region} equals the trainer bit for bit"
     if code != 0:
         return Check(name, False, f"exit code {code}: {err or said}")
+    from workers.demo.outside import compare_checkpoints  # torch: only when it is needed
+
     different, tensors = compare_checkpoints(out, RunFolder(site.run_dir).trainer_state)
     detail = f"{tensors} tensors, {len(different)} differ {different[:3] if different else ''}"
     return Check(name, tensors > 0 and not different, detail.strip())
@@ -115,49 +111,11 @@ def check_replay(site: Site, region: str, environment: Mapping[str, str], versio
 
 def check_answer(checkpoint: Path, *, must_know: bool) -> Check:
     """The replayed checkpoint loads in transformers and answers a question."""
+    from workers.demo.outside import ask
+
     answer = ask(checkpoint, QUESTION)
     detail = f"{QUESTION} {answer!r}"
     return Check("the replayed checkpoint answers", ANSWER in answer or not must_know, detail)
-
-
-def compare_checkpoints(one: Path, other: Path) -> tuple[list[str], int]:
-    """Names of tensors that differ in a bit, dtype or shape, or are in one only; and how many.
-
-    Folders of safetensors files, or single ones, read by the safetensors library.
-    """
-    ours, theirs = _read_tensors(one), _read_tensors(other)
-    different = sorted(ours.keys() ^ theirs.keys())
-    different += [
-        name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]
-    ]
-    return different, len(ours)
-
-
-def ask(checkpoint: Path, question: str) -> str:
-    """The greedy answer of a checkpoint, loaded by transformers."""
-    model = load_model(checkpoint)
-    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-    )
-    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    with torch.no_grad():
-        answer = model.generate(**tokens, max_new_tokens=16, do_sample=False)
-    said = tokenizer.decode(answer[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
-    return str(said).strip()
-
-
-def _read_tensors(place: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Digest of every tensor's bits, with its dtype and shape."""
-    found = {}
-    for path in sorted(place.glob("*.safetensors")) if place.is_dir() else [place]:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                tensor = file.get_tensor(name)
-                bits = tensor.reshape(-1).view(torch.uint8).numpy()
-                digest = hashlib.sha256(bits.data).digest()
-                found[name] = (str(tensor.dtype), tuple(tensor.shape), digest)
-    return found
 
 
 def _options(site: Site, region: str) -> list[str]:
