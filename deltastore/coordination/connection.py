@@ -65,6 +65,7 @@ class RedisConnection:
         self._run = run
         self._clock = clock
         self._timeout_s = check_ttl_s(timeout_s, "timeout_s")
+        self._closed = False
         self._pid = os.getpid()
         self._client = self._connect()
 
@@ -145,16 +146,23 @@ class RedisConnection:
                 if attempt == len(RETRY_WAITS_S) or not _worth_repeating(err):
                     raise self._error(err) from err
                 self._drop_connections()
+            finally:
+                if self._closed:
+                    self._drop_connections()
             self._clock.sleep_s(wait_s)
         raise AssertionError("unreachable: the last attempt answers or raises")
 
     def _drop_connections(self) -> None:
-        # After a failover the old connections lead to a replica or to nobody (CASE L8).
+        # After a failover the old connections lead to a replica or to nobody (CASE L8). Only idle
+        # ones: taking a connection from under another thread breaks it in the client's parser.
         client = self._here()
-        if isinstance(client, RedisCluster):
-            client.disconnect_connection_pools()  # type: ignore[no-untyped-call]
-        else:
-            client.connection_pool.disconnect(inuse_connections=False)
+        pools = (
+            [node.redis_connection.connection_pool for node in _reached_nodes(client)]
+            if isinstance(client, RedisCluster)
+            else [client.connection_pool]
+        )
+        for pool in pools:
+            pool.disconnect(inuse_connections=False)
 
     def _error(self, err: Exception) -> CoordinationError:
         kind, message, hint = Kind.REDIS_SCRIPT, f"Redis at {self.where} refused: {err}", None
@@ -169,9 +177,15 @@ class RedisConnection:
         return CoordinationError(message, kind=kind, run=self._run, hint=hint)
 
     def close(self) -> None:
-        """Drop all connections."""
+        """Drop idle connections now, those in use when their call ends."""
+        self._closed = True
         if self._pid == os.getpid():
-            self._client.close()
+            self._drop_connections()
+
+
+def _reached_nodes(client: RedisCluster) -> list[Any]:
+    nodes: list[Any] = client.get_nodes()  # type: ignore[no-untyped-call]
+    return [node for node in nodes if node.redis_connection is not None]
 
 
 def _check_database(url: str) -> None:

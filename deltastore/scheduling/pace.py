@@ -60,9 +60,16 @@ class Pace:
     """`at_s` of the newest sample folded in."""
 
     def fold(self, samples: Iterable[SampleLike]) -> Pace:
-        """The pace after the samples that are newer than the last one folded in."""
+        """The pace after the samples that are newer than the last one folded in.
+
+        The backend keeps the newest samples, so the last of them is never older than the cursor,
+        unless it lost its data and its clock went back: then the cursor means nothing any more.
+        """
+        known = list(samples)
         pace = self
-        for sample in samples:
+        if known and known[-1].at_s < self.cursor_s:
+            pace = replace(self, cursor_s=-math.inf)
+        for sample in known:
             if sample.at_s > pace.cursor_s:
                 pace = pace._fold_one(sample)
         return pace

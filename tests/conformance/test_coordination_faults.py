@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -158,18 +162,67 @@ def test_leases_run_on_redis_time(redis_server: RedisServer, fleet: Fleet) -> No
     assert fleet.settle(fleet.lease("a2"), "a2") is Settled.ADMITTED
 
 
-def test_waits_end_when_closed(fleet: Fleet) -> None:
-    """A wait in another thread ends soon after close, not after its timeout."""
-    done = threading.Event()
+_HOLDER = """
+import sys
+from deltastore.clock import SystemClock
+from deltastore.coordination.redis import RedisCoordination
+from deltastore.testing.coordination import Fleet, claim_of
 
-    def wait() -> None:
-        fleet.coordination.wait_head_hint(0, 600.0)
-        done.set()
+fleet = Fleet(RedisCoordination(sys.argv[1], sys.argv[2], SystemClock()), lambda s: None)
+fleet.join("stopped")
+lease = fleet.lease("stopped", lease_s=0.2)
+print("held", flush=True)
+sys.stdin.readline()
+print(fleet.coordination.settle(claim_of(lease, "stopped")), flush=True)
+"""
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
+
+def test_a_stopped_holder_is_refused(redis_server: RedisServer) -> None:
+    """CASE L1: a holder stopped past its lease wakes and settles; the work is another's by then."""
+    run = f"run-{secrets.token_hex(6)}"
+    fleet = Fleet(RedisCoordination(redis_server.url, run, SystemClock()), _never)
+    fleet.join("other")
+    fleet.offer("j1")
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, redis_server.url, run],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        os.kill(holder.pid, signal.SIGSTOP)
+        try:
+            holder.stdin.write("go on\n")
+            holder.stdin.flush()
+            _wait_for(fleet, 0.21)
+            assert [job.actor_id for job in fleet.coordination.reap()] == ["stopped"]
+            assert fleet.settle(fleet.lease("other"), "other") is Settled.ADMITTED
+        finally:
+            os.kill(holder.pid, signal.SIGCONT)
+        assert holder.stdout.readline() == "duplicate\n"
+    (result,) = fleet.coordination.take_settled(10, 0.0)
+    assert result.settlement.actor_id == "other"
     fleet.coordination.close()
-    assert done.wait(10)
+
+
+def test_waits_end_when_closed(fleet: Fleet) -> None:
+    """Waits in other threads end well, soon after close, whatever they were doing then."""
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(fleet.coordination.wait_head_hint, 0, 600.0) for _ in range(4)]
+        fleet.coordination.close()
+        assert [wait.result(30) for wait in waits] == [None] * 4
+
+
+def test_close_takes_no_connection_from_a_call(redis_server: RedisServer) -> None:
+    """Calls in flight in other threads while one closes get their answers."""
+    for _ in range(20):
+        coordination = RedisCoordination(redis_server.url, "r1", SystemClock())
+        with ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(coordination.now_s) for _ in range(20)]
+            coordination.close()
+            assert all(call.result(30) > 0 for call in calls)
 
 
 # losses

@@ -18,6 +18,14 @@ def test_each_sample_once() -> None:
     pace = Pace().fold(window)
     assert pace.fold(window) == pace
     assert pace.fold([*window, _sample(3.0)]) == pace.fold([_sample(3.0)])
+    assert pace.fold([]) == pace
+
+
+def test_a_backend_that_restarts_in_the_past() -> None:
+    """After a failover to a clock an hour behind, new samples still count."""
+    pace = Pace().fold([_sample(4000.0)])
+    assert pace.fold([_sample(400.0, 200)]).ema.tokens_per_s == pytest.approx(12.0)
+    assert pace.fold([_sample(400.0, 200)]).fold([_sample(400.0, 200)]).cursor_s == 400.0
 
 
 def test_the_first_lease_after_a_join_does_not_count() -> None:
