@@ -117,6 +117,7 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         check_name(self.actor_id, "actor id")
+        require(self.actor_id != "trainer", "actor_id", self.actor_id, "that is the trainer's name")
         check_name(self.region, "region")
         check_name(self.engine, "engine")
         _whole(self, "leases_at_once", 1, 64)

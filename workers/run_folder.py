@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from deltastore.format.fingerprint import Fingerprint
     from deltastore.repository.points import ActiveVersion
 
+TRAINER = "trainer"  # the trainer's name as a worker
+
 
 @dataclass(frozen=True, slots=True)
 class FinalReport:

@@ -11,7 +11,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from deltastore.errors import InvalidInputError, Kind
-from workers.actor.assembly import act
 from workers.wiring import open_surroundings, run_worker
 
 if TYPE_CHECKING:
@@ -23,6 +22,9 @@ def _work(config: WorkerConfig) -> None:
     if config.actor is None:
         raise InvalidInputError("the file has no `actor` part", kind=Kind.SETTING)
     with open_surroundings(config, config.actor.actor_id) as around:
+        # Only now: what is wrong with the file is said without waiting for torch.
+        from workers.actor.assembly import act
+
         act(around, _stop_on_sigterm)
 
 

@@ -11,8 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from workers.trainer.assembly import train
-from workers.trainer.ending import TRAINER
+from workers.run_folder import TRAINER
 from workers.wiring import open_surroundings, run_worker
 
 if TYPE_CHECKING:
@@ -23,6 +22,9 @@ def _work(config: WorkerConfig) -> None:
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
     with open_surroundings(config, TRAINER) as around:
+        # Only now: what is wrong with the file is said without waiting for torch.
+        from workers.trainer.assembly import train
+
         train(around, stopping)
 
 

@@ -19,8 +19,9 @@ from deltastore.pipeline.replay import Held
 from deltastore.pipeline.replicator import Region
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.resolve import find_head
+from workers.run_folder import TRAINER
 from workers.trainer.dispatch import Dispatcher
-from workers.trainer.ending import TRAINER, leave_final_state, wait_for_stop
+from workers.trainer.ending import leave_final_state, wait_for_stop
 from workers.trainer.fleet import Fleet
 from workers.trainer.jobs import JobTable, Policy, PolicyLedger
 from workers.trainer.loop import Trainer, TrainerStopped

@@ -13,7 +13,7 @@ from deltastore.errors import IntegrityError, Kind
 from deltastore.format.checkpoint_file import build_header
 from deltastore.format.layout import TensorEntry
 from deltastore.repository.points import ActiveVersion
-from workers.run_folder import FinalReport
+from workers.run_folder import TRAINER, FinalReport
 from workers.weights import read_whole, require_at
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from workers.run_folder import RunFolder
 
 POLL_S = 0.5
-TRAINER = "trainer"
 
 
 def leave_final_state(
