@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
+from deltastore.errors import (
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    Kind,
+    NotFoundError,
+)
 from deltastore.format.checkpoint_file import header_bytes, parse_header
 from deltastore.format.layout import BitState
 from deltastore.format.manifest import VersionKind
@@ -194,6 +200,21 @@ def _stream(run: Run, file: FileRef, streams: int) -> Iterator[bytes]:
 
 
 def _ranges(run: Run, key: str, size_bytes: int, streams: int) -> Iterator[bytes]:
+    try:
+        yield from _read_ranges(run, key, size_bytes, streams)
+    except InvalidInputError as err:
+        if err.kind is not Kind.RANGE:
+            raise
+        raise IntegrityError(
+            f"the object is shorter than the {size_bytes} bytes that its manifest names",
+            kind=Kind.DIGEST,
+            run=run.name,
+            key=key,
+            hint="restore the object from another region",
+        ) from err
+
+
+def _read_ranges(run: Run, key: str, size_bytes: int, streams: int) -> Iterator[bytes]:
     if size_bytes <= CHUNK_BYTES:
         body = run.store.get(key)  # also the way to read an empty object: no range fits it
         if len(body) != size_bytes:

@@ -6,11 +6,13 @@ probes upward to the first absent number. A hole inside is an error, not an end.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
 from deltastore.format.canonical import parse_canonical_json
 from deltastore.format.keys import Hint, KeyKind, parse_key
+from deltastore.ids import MAX_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +54,9 @@ def read_head_hint(run: Run) -> int | None:
     except (NotFoundError, FormatError):
         return None
     version = document.get("version") if isinstance(document, dict) else None
-    return version if isinstance(version, int) and not isinstance(version, bool) else None
+    if isinstance(version, bool) or not isinstance(version, int):
+        return None
+    return version if 0 <= version <= MAX_VERSION else None
 
 
 def find_head(run: Run) -> int:
@@ -67,7 +71,7 @@ def find_head(run: Run) -> int:
     if hinted is not None and hinted > head and version_exists(run, hinted):
         listed.append(hinted)
         head = hinted
-    while version_exists(run, head + 1):
+    while head < MAX_VERSION and version_exists(run, head + 1):
         head += 1
         listed.append(head)
     if head < 0:
@@ -83,18 +87,15 @@ def find_head(run: Run) -> int:
 
 
 def _require_contiguous(run: Run, listed: Sequence[int]) -> None:
-    present = set(listed)
     # A region's chain may start at an anchor above 0; home's always starts at 0.
-    first = min(present)
-    absent = [v for v in range(first, max(present)) if v not in present]
-    absent = [v for v in absent if not version_exists(run, v)]  # the listing may be stale
-    if absent:
-        shown = ", ".join(str(v) for v in absent[:5])
-        raise IntegrityError(
-            f"the chain has a hole: version {shown}{', ...' if len(absent) > 5 else ''}"
-            f" missing below {max(present)}",
-            kind=Kind.BROKEN_CHAIN,
-            run=run.name,
-            version=absent[0],
-            hint="restore the manifests from another region; `deltastore verify` lists them",
-        )
+    for below, above in pairwise(sorted(set(listed))):
+        for version in range(below + 1, above):
+            if version_exists(run, version):
+                continue  # the listing was stale
+            raise IntegrityError(
+                f"the chain has a hole: version {version} is missing below {above}",
+                kind=Kind.BROKEN_CHAIN,
+                run=run.name,
+                version=version,
+                hint="restore the manifests from another region; `deltastore verify` lists them",
+            )

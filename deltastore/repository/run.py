@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deltastore.errors import ConflictError, InvalidInputError, Kind, NotFoundError
+from deltastore.errors import ConflictError, IntegrityError, InvalidInputError, Kind, NotFoundError
 from deltastore.format.keys import RunKeys
 from deltastore.format.layout import Layout
 from deltastore.format.manifest import (
@@ -85,9 +85,9 @@ def open_run(store: ObjectStore, name: str) -> Run:
     layout_key = keys.layout(record.layout_digest)
     layout = Layout.from_bytes(store.get(layout_key))
     if layout.digest != record.layout_digest:
-        raise ConflictError(
+        raise IntegrityError(
             "the layout table is not the one that run.json names",
-            kind=Kind.OBJECT_EXISTS,
+            kind=Kind.LAYOUT_MISMATCH,
             run=name,
             key=layout_key,
             hint="restore the object from another region",

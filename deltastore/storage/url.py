@@ -92,17 +92,18 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
     except ValueError as err:
         raise InvalidInputError(f"{url!r} is not a URL: {err}", kind=Kind.URL, hint=_USE) from err
-    if parts.query or parts.fragment:
-        raise InvalidInputError(
-            f"{url!r} has a query or a fragment",
-            kind=Kind.URL,
-            hint="give options as options, not in the URL",
-        )
+    # First: the messages after this one repeat the URL.
     if "@" in parts.netloc and parts.password is not None:
         raise InvalidInputError(
             f"the {scheme}:// URL carries a password, which would be logged",
             kind=Kind.URL,
             hint="give credentials as options, a profile or a role",
+        )
+    if parts.query or parts.fragment:
+        raise InvalidInputError(
+            f"{url!r} has a query or a fragment",
+            kind=Kind.URL,
+            hint="give options as options, not in the URL",
         )
     if scheme == "memory":
         raise InvalidInputError(

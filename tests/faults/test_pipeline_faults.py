@@ -18,6 +18,7 @@ from deltastore.errors import (
     StorageError,
 )
 from deltastore.events import PublishFailed, RegionCommitted, RegionFailed
+from deltastore.format.canonical import canonical_json
 from deltastore.format.manifest import FileRef, VersionKind, VersionManifest
 from deltastore.format.mixing import fingerprint_state
 from deltastore.pipeline.applier import Applier
@@ -478,3 +479,30 @@ def test_lower_generation_is_refused(world):
     with pytest.raises(IntegrityError) as err:
         world.actor().advance()
     assert err.value.kind is Kind.GENERATION
+
+
+def test_hints_and_strays_beyond_all_numbers(world, store):
+    """A hint or a stray object of an impossible or far number neither crashes nor hangs anybody."""
+    _published(world, 2)
+    for version in (10**12, 9_999_999_999, -1):
+        text = canonical_json({"version": version, "policy_hash": "0" * 64})
+        store.put(f"{RUN}/hints/head", text, mode=PutMode.OVERWRITE)
+        assert world.replayed().equals(world.state)
+    store.put(world.run.keys.version(9_999_999_999), b"stray", mode=PutMode.CREATE)
+    with pytest.raises(IntegrityError) as err:
+        world.replayed()
+    assert (err.value.kind, err.value.version) == (Kind.BROKEN_CHAIN, 4)
+
+
+def test_shortened_checkpoint_file_is_a_digest_error(tmp_path):
+    """A file of version 0 that lost its end is an IntegrityError, whatever its size."""
+    for chunk_bytes in (1 << 20, 1024):
+        world = World(tmp_path / str(chunk_bytes))
+        key = next(i.key for i in world.home_store.list(f"{RUN}/anchors/") if "model" in i.key)
+        body = world.home_store.get(key)
+        world.home_store.put(key, body[:-1], mode=PutMode.OVERWRITE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("deltastore.repository.full.CHUNK_BYTES", chunk_bytes)
+            with pytest.raises(IntegrityError) as err:
+                world.replayed(0)
+        assert err.value.kind is Kind.DIGEST
