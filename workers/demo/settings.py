@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 HOME, OTHER = "east", "west"
 RUN_NAME = "demo"
+ENGINES = ("transformers",)  # of `workers.actor`, which imports torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class DemoSettings:
 
     def __post_init__(self) -> None:
         require(4 <= self.steps <= 10_000, "steps", self.steps, "4 to 10000")
+        require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
         require(0 < self.lr <= 1e-3, "lr", self.lr, "above 0, at most 1e-3")
 
     @property

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from deltastore.adapters.safetensors_scan import Checkpoint
     from deltastore.clock import Clock
     from deltastore.coordination.backend import Coordination
+    from deltastore.format.fingerprint import Fingerprint
+    from deltastore.format.layout import Layout
     from workers.demo.settings import ActorPlan, DemoSettings
 
 ACCESS_KEY_ENV = "DELTASTORE_DEMO_ACCESS_KEY"
@@ -102,11 +105,21 @@ class Site:
         return path
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Version 0, read before anything is started: a bad checkpoint is said at once."""
+
+    checkpoint: Checkpoint
+    layout: Layout
+    fingerprint: Fingerprint
+
+
 @contextmanager
 def open_site(
     settings: DemoSettings, run_dir: Path, model_dir: Path, clock: Clock, say: Callable[[str], None]
 ) -> Iterator[Site]:
     """Start the servers and make the run; stop them and remove their files at the end."""
+    start = _read_start(model_dir)
     data_dir = run_dir / "data"
     access_key, secret_key = f"demo{secrets.token_hex(8)}", secrets.token_hex(20)
     with ExitStack() as stack:
@@ -133,7 +146,7 @@ def open_site(
             say(f"region {name}: s3://{bucket} on {server.endpoint} (SeaweedFS)")
         redis = stack.enter_context(RedisServer(data_dir / "redis", clock=clock))
         say(f"coordination: {redis.url} (Valkey)")
-        dense_bytes = _make_run(regions, model_dir, access_key, secret_key, clock)
+        dense_bytes = _make_run(regions, start, access_key, secret_key, clock)
         say(f"run {RUN_NAME}: version 0 is in both regions, {dense_bytes:,} bytes dense")
         coordination = RedisCoordination(redis.url, RUN_NAME, clock)
         stack.callback(coordination.close)
@@ -149,12 +162,15 @@ def open_site(
         )
 
 
-def _make_run(
-    regions: list[RegionConfig], model_dir: Path, access_key: str, secret_key: str, clock: Clock
-) -> int:
+def _read_start(model_dir: Path) -> _Start:
     checkpoint = scan_checkpoint(model_dir)
     layout = checkpoint_layout(checkpoint)
-    fingerprint = fingerprint_state(load_state(checkpoint, layout))
+    return _Start(checkpoint, layout, fingerprint_state(load_state(checkpoint, layout)))
+
+
+def _make_run(
+    regions: list[RegionConfig], start: _Start, access_key: str, secret_key: str, clock: Clock
+) -> int:
     with ExitStack() as stack:
         stores = {}
         for region in regions:
@@ -171,9 +187,9 @@ def _make_run(
         run = create_run(
             stores.pop(HOME),
             RUN_NAME,
-            layout=layout,
-            files=checkpoint.files,
-            fingerprint=fingerprint,
+            layout=start.layout,
+            files=start.checkpoint.files,
+            fingerprint=start.fingerprint,
             clock=clock,
             regions=stores,
             home_name=HOME,
