@@ -1,15 +1,13 @@
 """Two backends that differ in one answer admit a wrong result: each passes this one suite.
 
 Subclass `CoordinationTests` with a `fleet` fixture that gives a fresh backend and the way to move
-its time. `StandingRedisTime` is that way for Redis: scripts loaded with its clock read the time
-from a key that only the test moves, so nothing sleeps and every millisecond is exact.
+its time (`deltastore.testing.fleet`). One class, so that no backend can pass half of it.
 """
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,120 +20,40 @@ from deltastore.coordination.backend import (
     ActorRecord,
     ActorState,
     ActorStatus,
-    Coordination,
     HeadHint,
     JobCounts,
     JobOffer,
-    Lease,
     ReapedJob,
     ReapOutcome,
     Settled,
-    Settlement,
     Throughput,
 )
 from deltastore.coordination.limits import FORGET_AFTER_S
-from deltastore.coordination.scripts import load_scripts
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.ids import new_token
+from deltastore.testing.fleet import (
+    LEASE_S,
+    TTL_S,
+    Fleet,
+    StandingRedisTime,
+    active,
+    claim_of,
+    gate_of,
+    policy_hash_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from deltastore.coordination.scripts import Script
-
-TTL_S = 30.0
-LEASE_S = 10.0
-
-
-def policy_hash_of(version: int) -> str:
-    """A different 64-digit hash per version."""
-    return f"{version:064x}"
-
-
-def gate_of(*versions: int) -> tuple[tuple[int, str], ...]:
-    """A gate that holds these versions with their right hashes."""
-    return tuple((version, policy_hash_of(version)) for version in versions)
-
-
-def active(version: int = 1) -> ActorStatus:
-    """The status of an actor serving `version`."""
-    return ActorStatus(ActorState.ACTIVE, version, policy_hash_of(version))
-
-
-def claim_of(lease: Lease, actor_id: str, **changes: Any) -> Settlement:
-    """The settlement of `lease` that is right in every field but `changes`."""
-    fields: dict[str, Any] = {
-        "job_id": lease.job_id,
-        "token": lease.token,
-        "actor_id": actor_id,
-        "version": lease.version,
-        "policy_hash": lease.policy_hash,
-        "result_sha256": "ab" * 32,
-        "result_bytes": 1000,
-        "tokens": 100,
-        "region": "eu",
-    }
-    return Settlement(**(fields | changes))
-
-
-class StandingRedisTime:
-    """Redis TIME that stands until a test moves it.
-
-    Args:
-        client: a connection to the same database as the coordination under test.
-        key: where the time is kept; one per run under test.
-    """
-
-    def __init__(self, client: Any, key: str, start_s: float = 1_000_000.0) -> None:
-        self._client = client
-        self._key = key
-        client.set(key, round(start_s * 1000))
-
-    def scripts(self) -> Mapping[str, Script]:
-        """The shipped scripts on this clock."""
-        return load_scripts(
-            f"local function now_ms() return tonumber(redis.call('GET', '{self._key}')) end\n"
-        )
-
-    def advance_s(self, seconds: float) -> None:
-        """Move time; backwards too, as a stepped server clock does."""
-        self._client.incrby(self._key, round(seconds * 1000))
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """A fresh backend, and its time."""
-
-    coordination: Coordination
-    advance_s: Callable[[float], None]
-
-    def join(self, *actor_ids: str, version: int = 1) -> None:
-        """Register actors and let them report `version` as active."""
-        for actor_id in actor_ids:
-            self.coordination.register(ActorRecord(actor_id, "eu", "test", 1), TTL_S)
-            assert self.coordination.heartbeat(actor_id, active(version), TTL_S)
-
-    def offer(self, *job_ids: str, **changes: Any) -> int:
-        """Offer jobs at version 1 into the open pool, or as `changes` says."""
-        fields: dict[str, Any] = {"gate": gate_of(1), "expected_tokens": 100} | changes
-        return self.coordination.offer(
-            [JobOffer(job_id, f"do {job_id}".encode(), **fields) for job_id in job_ids]
-        )
-
-    def grant(self, actor_id: str, version: int = 1, **changes: Any) -> Lease | None:
-        """Ask for a lease at a version with its right hash."""
-        fields: dict[str, Any] = {"policy_hash": policy_hash_of(version), "lease_s": LEASE_S}
-        return self.coordination.grant(actor_id, version, **(fields | changes))
-
-    def lease(self, actor_id: str, **changes: Any) -> Lease:
-        """`grant`, which must succeed."""
-        lease = self.grant(actor_id, **changes)
-        assert lease is not None
-        return lease
-
-    def settle(self, lease: Lease, actor_id: str, **changes: Any) -> Settled:
-        """Settle, right in every field but `changes`."""
-        return self.coordination.settle(claim_of(lease, actor_id, **changes))
+__all__ = [
+    "CoordinationTests",
+    "Fleet",
+    "StandingRedisTime",
+    "active",
+    "claim_of",
+    "gate_of",
+    "policy_hash_of",
+]
 
 
 class CoordinationTests:
@@ -521,6 +439,22 @@ class CoordinationTests:
         assert {job.actor_id for job in reaped} == {"a1", "a2", "a3", "nobody"}
         assert {(job.outcome, job.attempt) for job in reaped} == {(ReapOutcome.RELEASED, 1)}
         assert fleet.coordination.job_counts() == JobCounts(4, 1, 0, 0, 0)
+
+    def test_names_that_begin_alike_are_different_actors(self, fleet: Fleet) -> None:
+        """Shares and leases of `a` are not those of `a-1`, `a.1`, `a1` or `a_`, nor in reverse."""
+        names = ["a", "a-1", "a.1", "a1", "a_", "A"]
+        fleet.join(*names)
+        for name in names:
+            fleet.offer(f"of-{name}", assigned_to=name)
+        assert [fleet.lease(name).job_id for name in names] == [f"of-{name}" for name in names]
+        for name in names:
+            fleet.offer(f"more-{name}", assigned_to=name)
+        fleet.coordination.leave("a")
+        assert fleet.coordination.job_counts() == JobCounts(2, 5, 5, 0, 0)
+        fleet.advance_s(TTL_S + 0.001)
+        gone = [job.actor_id for job in fleet.coordination.reap() if job.actor_id]
+        assert sorted(set(gone)) == sorted(names[1:])
+        assert fleet.coordination.job_counts() == JobCounts(12, 0, 0, 0, 0)
 
     def test_withdrawn_jobs_are_closed(self, fleet: Fleet) -> None:
         """A step's end closes its jobs in every state, and results nobody took are dropped."""

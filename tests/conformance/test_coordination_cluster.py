@@ -13,7 +13,8 @@ from redis.cluster import RedisCluster
 from deltastore.coordination.redis import RedisCoordination
 from deltastore.errors import CoordinationError, Kind
 from deltastore.testing.clock import FakeClock
-from deltastore.testing.coordination import CoordinationTests, Fleet, StandingRedisTime
+from deltastore.testing.coordination import CoordinationTests
+from deltastore.testing.fleet import Fleet, StandingRedisTime
 from deltastore.testing.servers import RedisServer
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from deltastore.coordination.redis import RedisCoordination
 from deltastore.coordination.scripts import NAMES, key_of, load_scripts
 from deltastore.errors import CoordinationError, FormatError, InvalidInputError, Kind
 from deltastore.testing.clock import FakeClock
-from deltastore.testing.coordination import (
+from deltastore.testing.fleet import (
     TTL_S,
     Fleet,
     active,
@@ -166,7 +166,7 @@ _HOLDER = """
 import sys
 from deltastore.clock import SystemClock
 from deltastore.coordination.redis import RedisCoordination
-from deltastore.testing.coordination import Fleet, claim_of
+from deltastore.testing.fleet import Fleet, claim_of
 
 fleet = Fleet(RedisCoordination(sys.argv[1], sys.argv[2], SystemClock()), lambda s: None)
 fleet.join("stopped")

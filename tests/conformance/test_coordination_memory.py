@@ -6,7 +6,8 @@ import pytest
 
 from deltastore.coordination.memory import MemoryCoordination
 from deltastore.testing.clock import FakeClock
-from deltastore.testing.coordination import CoordinationTests, Fleet
+from deltastore.testing.coordination import CoordinationTests
+from deltastore.testing.fleet import Fleet
 
 
 class TestMemory(CoordinationTests):

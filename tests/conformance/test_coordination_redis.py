@@ -12,7 +12,8 @@ import redis
 
 from deltastore.coordination.redis import RedisCoordination
 from deltastore.testing.clock import FakeClock
-from deltastore.testing.coordination import CoordinationTests, Fleet, StandingRedisTime
+from deltastore.testing.coordination import CoordinationTests
+from deltastore.testing.fleet import Fleet, StandingRedisTime
 from deltastore.testing.servers import RedisServer
 
 if TYPE_CHECKING:

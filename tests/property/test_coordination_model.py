@@ -41,7 +41,7 @@ from deltastore.coordination.backend import (
 from deltastore.coordination.memory import MemoryCoordination
 from deltastore.coordination.redis import RedisCoordination
 from deltastore.testing.clock import FakeClock
-from deltastore.testing.coordination import (
+from deltastore.testing.fleet import (
     StandingRedisTime,
     claim_of,
     gate_of,
