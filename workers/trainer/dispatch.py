@@ -126,7 +126,8 @@ class Dispatcher:
         Args:
             tick: called between two waits, for what else must go on.
 
-        Raises CoordinationError(timeout) when not even the minimum came within `give_up_s`.
+        Raises CoordinationError(timeout) when not even the minimum came within `give_up_s`, or
+        what is missing was given up.
         """
         started_s = self._clock.monotonic_s()
         next_tend_s = started_s
@@ -151,6 +152,8 @@ class Dispatcher:
                 if self._is_over(step, len(groups), now_s - started_s):
                     break
         self._close(step)
+        if len(groups) < self._settings.min_groups:
+            raise self._too_few(step, len(groups), "the others were given up after their attempts")
         return Batch(
             step=step,
             groups=[groups[index] for index in sorted(groups)],
@@ -284,12 +287,15 @@ class Dispatcher:
             return True
         if waited_s < self._settings.give_up_s:
             return False
-        raise CoordinationError(
-            f"step {step} has {have} of {self._settings.groups} groups after {waited_s:.0f} s,"
-            f" fewer than min_groups = {self._settings.min_groups}",
+        raise self._too_few(step, have, f"the others did not come within {waited_s:.0f} s")
+
+    def _too_few(self, step: int, have: int, why: str) -> CoordinationError:
+        return CoordinationError(
+            f"step {step} has {have} of {self._settings.groups} groups, fewer than min_groups ="
+            f" {self._settings.min_groups}: {why}",
             kind=Kind.TIMEOUT,
             run=self._run_name,
-            hint="start actors for this run, or raise give_up_s",
+            hint="start actors for this run and read their logs, or raise give_up_s",
         )
 
     def _close(self, step: int) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from deltastore.coordination.backend import Coordination, Member
 
+_WORKING = (ActorState.ACTIVE, ActorState.JOINING)
 AVERAGE_TTL_S = 3600.0  # an older average says nothing of today's machine
 
 
@@ -57,11 +58,11 @@ class Fleet:
         return sum(eligible(m, head_version, hashes) is not None for m in members)
 
     def can_serve(self, gate: Sequence[tuple[int, str]]) -> bool:
-        """Whether some living actor is at a version of `gate`, or has yet to reach one."""
+        """Whether some working actor is at a version of `gate`, or has yet to reach one."""
         newest = max(version for version, _ in gate)
         for member in self._coordination.members():
             version = member.status.active_version
-            if member.alive and (version is None or version <= newest):
+            if member.state in _WORKING and (version is None or version <= newest):
                 return True
         return False
 

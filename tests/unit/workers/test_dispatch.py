@@ -109,7 +109,7 @@ def test_an_absent_object_or_a_foreign_region_is_corrupt() -> None:
 
 
 def test_work_that_is_always_corrupt_is_given_up() -> None:
-    """A job whose results cannot be used is tried MAX_ATTEMPTS times, then its group is missing."""
+    """A job whose results cannot be used is tried MAX_ATTEMPTS times; a step of such jobs ends."""
     desk = Desk()
     desk.join("bad")
     desk.dispatcher.deal(1)
@@ -118,9 +118,27 @@ def test_work_that_is_always_corrupt_is_given_up() -> None:
         while (lease := desk.lease("bad")) is not None:
             desk.settle(lease, "bad", spoil=lambda body: b"?" * len(body))
 
-    batch = desk.dispatcher.collect(1, spoil_all)
-    assert batch.groups == []
-    assert (batch.missing, batch.dropped) == (3, 3 * MAX_ATTEMPTS)
+    with pytest.raises(CoordinationError, match="given up after their attempts"):
+        desk.dispatcher.collect(1, spoil_all)
+    outcomes = [event.outcome for event in desk.events if isinstance(event, ResultSettled)]
+    assert outcomes == ["corrupt"] * (3 * MAX_ATTEMPTS)
+
+
+def test_a_group_that_expires_too_often_is_parked_and_missing() -> None:
+    """A prompt nobody finishes in three leases is given up; the step goes on without it."""
+    desk = Desk()
+    desk.join("a")
+    desk.dispatcher.deal(1)
+    stuck = desk.lease("a", lease_s=5.0)
+    assert stuck is not None
+    desk.serve("a")
+
+    def hold_again() -> None:
+        desk.lease("a", lease_s=5.0)
+
+    batch = desk.dispatcher.collect(1, hold_again)
+    assert (len(batch.groups), batch.missing, batch.dropped) == (2, 1, 1)
+    assert batch.wait_s < desk.settings.step_deadline_s
 
 
 def test_a_lost_actors_work_goes_to_the_others() -> None:
