@@ -56,7 +56,7 @@ def number(value: float | None, digits: int = 2) -> str:
     return NOTHING if value is None else f"{value:.{digits}f}"
 
 
-def versions_table(view: RunView, newest: int = 16) -> Table:
+def versions_table(view: RunView, newest: int = 1000) -> Table:
     """One line per version, the newest ones."""
     table = Table(
         title="versions",
@@ -110,13 +110,15 @@ def actors_table(view: RunView, live: Sequence[ActorLive]) -> Table:
     return table
 
 
-def live_view(view: RunView, live: Sequence[ActorLive], headline: str) -> RenderableType:
-    """The whole screen of a run in progress."""
+def live_view(
+    view: RunView, live: Sequence[ActorLive], headline: str, newest: int = 1000
+) -> RenderableType:
+    """The whole screen of a run in progress, with that many versions at most."""
     notes = [Text(mark.text, style="magenta") for mark in view.marks[-4:]]
     problems = [Text(mark.text, style="bold red") for mark in view.problems[-3:]]
     return Group(
         Text(headline, style="bold"),
-        versions_table(view),
+        versions_table(view, newest),
         actors_table(view, live),
         *notes,
         *problems,

@@ -16,25 +16,29 @@ if TYPE_CHECKING:
     from deltastore.observability.view import ActorLive, RunView
 
 
+_OTHER_LINES = 20  # of the live view beside versions: headlines, actors, notes
+
+
 class Screen:
     """Shows a run in progress; a context manager."""
 
     def __init__(self, console: Console, view: RunView) -> None:
         self._console = console
         self._view = view
-        self._live = (
-            Live(console=console, auto_refresh=False, transient=False)
-            if console.is_terminal
-            else None
-        )
+        self._live = Live(console=console, auto_refresh=False, transient=True)
         self._said_version = 0
         self._said_marks = 0
         self._said_problems = 0
 
     def update(self, actors: Sequence[ActorLive], headline: str, *, last: bool = False) -> None:
         """Show the newest state. `last`: nothing more will come, so say all that is left."""
-        if self._live is not None:
-            self._live.update(live_view(self._view, actors, headline), refresh=True)
+        if self._console.is_terminal:
+            if last:
+                self._live.stop()
+                self._console.print(live_view(self._view, actors, headline))
+            else:
+                newest = max(3, self._console.height - _OTHER_LINES)
+                self._live.update(live_view(self._view, actors, headline, newest), refresh=True)
             return
         for mark in self._view.marks[self._said_marks :]:
             self._say(f"--- {mark.text}")
@@ -53,10 +57,9 @@ class Screen:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
-        if self._live is not None:
+        if self._console.is_terminal:
             self._live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deltastore.coordination.backend import ActorState
 from deltastore.errors import CoordinationError
 from deltastore.events import ActorJoined
 from deltastore.observability.jsonl import EventTail
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.clock import Clock
-    from deltastore.coordination.backend import Coordination
+    from deltastore.coordination.backend import Coordination, Member
     from deltastore.observability.jsonl import StampedEvent
 
 _MEMBERS_EVERY_S = 1.0
@@ -25,12 +25,19 @@ class Watch:
 
     def __init__(self, events_dir: Path, coordination: Coordination, clock: Clock) -> None:
         self.view = RunView()
-        self.actors: list[ActorLive] = []
         self._events_dir = events_dir
         self._coordination = coordination
         self._clock = clock
         self._tails: dict[Path, EventTail] = {}
         self._members_at_s = float("-inf")
+        self._actors: dict[str, ActorLive] = {}
+
+    @property
+    def actors(self) -> list[ActorLive]:
+        """Everybody that took part and was not ended by the demo, by name."""
+        rows = self.view.actors
+        ended = {name for name, row in rows.items() if row.ended_at_ms is not None}
+        return [actor for name, actor in sorted(self._actors.items()) if name not in ended]
 
     @property
     def steps_trained(self) -> int:
@@ -73,17 +80,20 @@ class Watch:
         except CoordinationError as err:
             # The display goes on without it; the workers say by themselves what it means to them.
             self.view.mark(self._now_ms(), f"membership is not known: {err.message}")
-            self.actors = []
             return
-        self.actors = [
-            ActorLive(
-                member.actor_id,
-                member.record.region,
-                member.state.value,
-                member.status.active_version,
-                member.status.staleness,
-                member.status.tokens_per_s,
-            )
-            for member in members
-            if member.state is not ActorState.LOST
-        ]
+        there = {member.actor_id: _live(member) for member in members}
+        for name, actor in self._actors.items():
+            # It said goodbye: show where it was when it left.
+            there.setdefault(name, replace(actor, state="left"))
+        self._actors = there
+
+
+def _live(member: Member) -> ActorLive:
+    return ActorLive(
+        member.actor_id,
+        member.record.region,
+        member.state.value,
+        member.status.active_version,
+        member.status.staleness,
+        member.status.tokens_per_s,
+    )
