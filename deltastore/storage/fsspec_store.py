@@ -35,7 +35,8 @@ class FsspecStore:
 
     Args:
         url: scheme and path; options of the file system go into `options`, never into the URL.
-        options: what the file system's constructor takes.
+        options: what the file system's constructor takes; a cache of listings stays off whatever
+            they say.
     """
 
     create_is_atomic = False
@@ -45,7 +46,7 @@ class FsspecStore:
         self._url = url.rstrip("/")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(
-                self._url, use_listings_cache=False, skip_instance_cache=True, **options
+                self._url, **{**options, "use_listings_cache": False, "skip_instance_cache": True}
             )
         except ImportError as err:
             raise InvalidInputError(
@@ -94,7 +95,7 @@ class FsspecStore:
         try:
             if byte_range is None:
                 return bytes(self._fs.cat_file(path))
-            body = bytes(self._fs.cat_file(path, start=byte_range.start, end=byte_range.end))
+            body = self._read_range(path, byte_range)
             short = len(body) != byte_range.size_bytes
             size_bytes = int(self._info(path)["size"]) if short else 0
         except Exception as err:
@@ -155,6 +156,14 @@ class FsspecStore:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
+
+    def _read_range(self, path: str, wanted: ByteRange) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(path, start=wanted.start, end=wanted.end))
+        except OSError as err:  # a range that begins past the end: s3fs says EINVAL, others ''
+            if err.errno == errno.EINVAL and int(self._info(path)["size"]) <= wanted.start:
+                return b""
+            raise
 
     def _info(self, path: str) -> Mapping[str, Any]:
         self._fs.invalidate_cache()
