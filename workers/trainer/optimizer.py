@@ -72,11 +72,11 @@ class MasterOptimizer:
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             master.grad, parameter.grad = parameter.grad, None
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._clip_norm))
-        if math.isfinite(norm):
-            self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
+            self._adam.zero_grad(set_to_none=True)
             return norm
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
         with torch.no_grad():
             rows = zip(self._parameters, self._masters, self._serving, strict=True)
             for parameter, master, dtype in rows:

@@ -87,6 +87,7 @@ def test_an_honest_result_is_admitted_once() -> None:
         ({"version": 1, "policy_hash": hash_of(1)}, Verdict.STALE),
         ({"version": 3, "policy_hash": hash_of(3)}, Verdict.NOT_HOLDER),
         ({"result_bytes": 0}, Verdict.CORRUPT),
+        ({"result_bytes": 900}, Verdict.CORRUPT),
         ({"result_bytes": 10**9}, Verdict.CORRUPT),
         ({"result_sha256": "0" * 64}, Verdict.CORRUPT),
         ({"token": "f" * 32}, Verdict.NOT_HOLDER),

@@ -177,6 +177,10 @@ def test_no_gradient_and_a_broken_gradient_change_nothing(model: Any, folder: Pa
         parameter.grad = torch.full_like(parameter, float("nan"))
     assert math.isnan(optimizer.step())
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert optimizer.step() > 0
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
 def test_a_model_of_another_layout_cannot_be_trained(model: Any) -> None:
