@@ -42,4 +42,4 @@ def dense_is_smaller(indices: NDArray[np.uint32], steps: Bits, new: Bits) -> boo
 
 def _stored_bits(raw: Bytes) -> int:
     seen = np.bincount(raw, minlength=256)
-    return min(int(plane_cost(frozen(seen), raw.size)), 8 * raw.size)
+    return min(int(plane_cost(frozen(seen), raw.size, raw.size)), 8 * raw.size)

@@ -161,7 +161,7 @@ def _scan(
     Fingerprint,
 ]:
     size = base.size
-    room = min(size, max(size // _FIRST_ROOM_SHARE, CHUNK_ELEMENTS))
+    room = min(size, max(size // _FIRST_ROOM_SHARE, CHUNK_ELEMENTS)) + 1
     indices = np.empty(room, np.uint32)
     steps: Bits = np.empty(room, base.dtype)
     position = count = low = high = 0
@@ -172,7 +172,7 @@ def _scan(
         low, high = low + int(more_low), high + int(more_high)
         if position >= size:
             break
-        room = min(size, max(room * 4, count + CHUNK_ELEMENTS))
+        room = min(size, max(room * 4, count + CHUNK_ELEMENTS)) + 1
         indices, steps = _grown(indices, count, room), _grown(steps, count, room)
     mask = (1 << 64) - 1
     change = Fingerprint(low & mask, high & mask)

@@ -24,15 +24,17 @@ _H0, _H1 = U(HIGH_KEYS[0]), U(HIGH_KEYS[1])
 @kernel
 def gather(weights: Array, offsets: Array, base: Any, out: Array) -> Any:
     """out[i] = weights[base + offsets[i]]."""
+    first = U(base)
     for i in range(offsets.size):
-        out[i] = weights[base + np.int64(offsets[i])]
+        out[i] = weights[first + U(offsets[i])]
 
 
 @kernel
 def scatter(weights: Array, offsets: Array, base: Any, values: Array) -> Any:
     """weights[base + offsets[i]] = values[i]."""
+    first = U(base)
     for i in range(offsets.size):
-        weights[base + np.int64(offsets[i])] = values[i]
+        weights[first + U(offsets[i])] = values[i]
 
 
 @kernel
@@ -52,11 +54,12 @@ def gather_change(
     """
     low = U(0)
     high = U(0)
-    flat = U(first) + U(base)
+    start = U(base)
+    flat = U(first) + start
     for begin in range(0, offsets.size, TILE):
         end = min(begin + TILE, offsets.size)
         for i in range(begin, end):
-            old[i] = weights[base + np.int64(offsets[i])]
+            old[i] = weights[start + U(offsets[i])]
         if absolute:
             for i in range(begin, end):
                 new[i] = values[i]

@@ -101,3 +101,65 @@ def changed_mask(_typing: Any, old: Any, new: Any, offset: Any) -> Any:
         return builder.bitcast(differs, _U64)
 
     return types.uint64(old, new, types.int64), codegen
+
+
+def _lanes(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    """64 elements from an offset on, as one vector, and where they are."""
+    width = array_type.dtype.bitwidth
+    vector = ir.VectorType(ir.IntType(width), 64)
+    place = _address(context, builder, array_type, array, offset)
+    place = builder.bitcast(place, vector.as_pointer())
+    return vector, place, width // 8
+
+
+def _all(vector: Any, value: int) -> Any:
+    return ir.Constant(vector, [value] * 64)
+
+
+@intrinsic
+def falling_mask(_typing: Any, steps: Any, offset: Any) -> Any:
+    """Bit j: whether step offset + j is negative as a signed number."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector, place, align = _lanes(context, builder, signature.args[0], *args)
+        lanes = builder.load(place, align=align)
+        return builder.bitcast(builder.icmp_signed("<", lanes, _all(vector, 0)), _U64)
+
+    return types.uint64(steps, types.int64), codegen
+
+
+@intrinsic
+def zero_mask(_typing: Any, steps: Any, offset: Any) -> Any:
+    """Bit j: whether step offset + j is 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector, place, align = _lanes(context, builder, signature.args[0], *args)
+        lanes = builder.load(place, align=align)
+        return builder.bitcast(builder.icmp_unsigned("==", lanes, _all(vector, 0)), _U64)
+
+    return types.uint64(steps, types.int64), codegen
+
+
+@intrinsic
+def beyond_mask(_typing: Any, steps: Any, offset: Any) -> Any:
+    """Bit j: whether step offset + j is none of -1, 0 and 1."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector, place, align = _lanes(context, builder, signature.args[0], *args)
+        lanes = builder.add(builder.load(place, align=align), _all(vector, 1))
+        return builder.bitcast(builder.icmp_unsigned(">", lanes, _all(vector, 2)), _U64)
+
+    return types.uint64(steps, types.int64), codegen
+
+
+@intrinsic
+def put_ones(_typing: Any, steps: Any, offset: Any, falling: Any) -> Any:
+    """Store 64 steps from an offset on: -1 where the bit is set, else 1."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector, place, align = _lanes(context, builder, signature.args[0], *args[:2])
+        bits = builder.bitcast(args[2], ir.VectorType(ir.IntType(1), 64))
+        builder.store(builder.select(bits, _all(vector, -1), _all(vector, 1)), place, align=align)
+        return context.get_dummy_value()
+
+    return types.void(steps, types.int64, types.uint64), codegen

@@ -10,8 +10,8 @@ from deltastore.format.kernels_base import Array, changed_mask, kernel, trailing
 from deltastore.format.kernels_fingerprint import HIGH_KEYS, LOW_KEYS, mix_high, mix_low
 
 U = np.uint64
-CHUNK_ELEMENTS = 8192
-"""Elements scanned between two looks at the room left; their changes stay in the nearest cache."""
+CHUNK_ELEMENTS = 32768
+"""Elements scanned between two looks at the room left; they are still in cache when mixed."""
 
 _L0, _L1 = U(LOW_KEYS[0]), U(LOW_KEYS[1])
 _H0, _H1 = U(HIGH_KEYS[0]), U(HIGH_KEYS[1])
@@ -23,48 +23,59 @@ def scan_changes(
 ) -> Any:
     """Append index and step of every changed pattern from `position` on.
 
-    Stops at the end, or before a chunk that might not fit into `indices`. `first` is the flat index
-    of element 0. Returns (position reached, changes so far, low lane, high lane) of this call.
+    Stops at the end, or before a chunk that might not fit into `indices`, which needs one place
+    more than there are changes. `first` is the flat index of element 0. Returns (position reached,
+    changes so far, low lane, high lane) of this call.
     """
     size = old.size
     room = indices.size
     low = U(0)
     high = U(0)
     flat = U(first)
-    old_values = np.empty(CHUNK_ELEMENTS, old.dtype)
-    new_values = np.empty(CHUNK_ELEMENTS, old.dtype)
+    old_values = np.empty(min(CHUNK_ELEMENTS, size), old.dtype)
+    new_values = np.empty(min(CHUNK_ELEMENTS, size), old.dtype)
     while position < size:
         end = min(position + CHUNK_ELEMENTS, size)
-        if room - count < end - position:
+        if room - count <= end - position:
             break
-        found = 0
+        begin = count
         place = position
+        # Unsigned: a place that might wrap around from the end costs a comparison each time.
+        at = U(count)
         while place + 64 <= end:
             mask = changed_mask(old, new, place)
+            # Two without a branch: at usual densities a third is rare, and a wrong guess of the
+            # processor would stall the stream from memory.
+            indices[at] = np.uint32(U(place) + trailing_zeros(mask))
+            at += U(mask != U(0))
+            mask &= mask - U(1)
+            indices[at] = np.uint32(U(place) + trailing_zeros(mask))
+            at += U(mask != U(0))
+            mask &= mask - U(1)
             while mask != U(0):
-                at = place + np.int64(trailing_zeros(mask))
+                indices[at] = np.uint32(U(place) + trailing_zeros(mask))
+                at += U(1)
                 mask &= mask - U(1)
-                indices[count + found] = np.uint32(at)
-                old_values[found] = old[at]
-                new_values[found] = new[at]
-                found += 1
             place += 64
         while place < end:
             if old[place] != new[place]:
-                indices[count + found] = np.uint32(place)
-                old_values[found] = old[place]
-                new_values[found] = new[place]
-                found += 1
+                indices[at] = np.uint32(place)
+                at += U(1)
             place += 1
-        for i in range(found):
-            e = flat + U(indices[count + i])
+        count = np.int64(at)
+        found = indices[begin:count]
+        found_steps = steps[begin:count]
+        for i in range(found.size):
+            old_values[i] = old[U(found[i])]
+            new_values[i] = new[U(found[i])]
+        for i in range(found.size):
+            e = flat + U(found[i])
             o = U(old_values[i])
             n = U(new_values[i])
             p = _L0 + e * _L1
             q = _H0 + e * _H1
             low += mix_low(p, n) - mix_low(p, o)
             high += mix_high(q, n) - mix_high(q, o)
-            steps[count + i] = new_values[i] - old_values[i]
-        count += found
+            found_steps[i] = new_values[i] - old_values[i]
         position = end
     return position, count, low, high

@@ -26,6 +26,9 @@ OK, TRUNCATED, TRAILING, RANGE, NOT_MINIMAL, PADDING = 0, 1, 2, 3, 4, 5
 COST_RICE_PARAMETER, COST_RICE_BITS, COST_LEB_BYTES, COST_PLANE_BITS, COST_WIDE_BYTES = range(5)
 COST_COLUMNS = 5
 
+PLANE_SAMPLES = 1024
+"""Gaps looked at to guess how well their planes compress."""
+
 MIN_PLANE_CHANGES = 64
 """Below so many changes planes are taken to be incompressible: their statistics say nothing."""
 
@@ -49,21 +52,35 @@ def log2_fixed(value: Any) -> Any:
 
 
 @kernel
-def plane_cost(seen: Array, total: Any) -> Any:
-    """About how many bits zstd needs for bytes of that histogram.
+def plane_cost(seen: Array, sampled: Any, total: Any) -> Any:
+    """About how many bits zstd needs for `total` bytes, from the histogram of those `sampled`.
 
     Its Huffman codes take at least one bit a byte and a table; a plane that is nearly constant is
     coded by matches instead, about 28 bits for each byte that differs.
     """
-    log_total = log2_fixed(total)
-    coded = 8 * total
+    log_sampled = log2_fixed(sampled)
+    coded = 8 * sampled
+    tables = 0
     common = 0
     for symbol in range(256):
         c = seen[symbol]
         if c:
-            coded += c * max(log_total - log2_fixed(c), 256) + 4 * 256
+            coded += c * max(log_sampled - log2_fixed(c), 256)
+            tables += 4
             common = max(common, c)
-    return min(coded >> 8, (total - common) * 28)
+    matched = (sampled - common) * 28
+    return min((coded >> 8) * total // sampled + tables, matched * total // sampled)
+
+
+@kernel
+def count_gaps(indices: Array, begin: Any, end: Any, least: Any) -> Any:
+    """How many gaps of a block are at least so large."""
+    count = np.int64(np.int64(indices[begin]) >= least)
+    before = indices[begin : end - 1]
+    after = indices[begin + 1 : end]
+    for i in range(after.size):
+        count += np.int64(np.int64(after[i]) - np.int64(before[i]) > least)
+    return count
 
 
 @kernel
@@ -89,34 +106,25 @@ def index_costs(indices: Array, ends: Array, elements: Array, costs: Array) -> A
         while k0 < MAX_RICE_PARAMETER - 1 and (n << (k0 + 1)) * 23 <= spread * 16:
             k0 += 1
         k0 = max(k0 - 2, 0)
-        s0 = U(0)
-        s1 = U(0)
-        s2 = U(0)
-        s3 = U(0)
-        lebs: Any = 0
-        wide: Any = 0
+        s0 = U(indices[begin]) >> U(k0)
+        s1 = U(indices[begin]) >> U(k0 + 1)
+        s2 = U(indices[begin]) >> U(k0 + 2)
+        s3 = U(indices[begin]) >> U(k0 + 3)
         falling: Any = 0
-        small = n < MIN_PLANE_CHANGES
-        if not small:
-            low_seen[:] = 0
-            high_seen[:] = 0
-        previous = np.int64(-1)
-        for i in range(begin, end):
-            g: Any = np.int64(indices[i]) - previous - 1
-            previous = np.int64(indices[i])
-            falling |= g < 0
+        largest = np.int64(indices[begin])
+        # Slices, not indices[i - 1]: a place that might wrap around keeps the loop scalar.
+        before = indices[begin : end - 1]
+        after = indices[begin + 1 : end]
+        for i in range(after.size):
+            g = np.int64(after[i]) - np.int64(before[i]) - 1
+            falling |= g
+            largest = max(largest, g)
             u = U(g)
             s0 += u >> U(k0)
             s1 += u >> U(k0 + 1)
             s2 += u >> U(k0 + 2)
             s3 += u >> U(k0 + 3)
-            lebs += (g >= 1 << 7) + (g >= 1 << 14) + (g >= 1 << 21)
-            over = g - ESCAPE
-            if over >= 0:
-                wide += 1 + (over >= 1 << 7) + (over >= 1 << 14) + (over >= 1 << 21)
-                g = ESCAPE
-            low_seen[g & 255] += 1
-            high_seen[(g >> 8) & 255] += 1
+        falling = falling < 0
         if falling:
             return block
         k = k0
@@ -132,12 +140,36 @@ def index_costs(indices: Array, ends: Array, elements: Array, costs: Array) -> A
             k, best = k0 + 3, bits
         costs[block, COST_RICE_PARAMETER] = min(k, MAX_RICE_PARAMETER)
         costs[block, COST_RICE_BITS] = best
-        costs[block, COST_LEB_BYTES] = n + lebs
-        planes: Any = 16 * n
-        if not small:
-            planes = plane_cost(low_seen, n) + plane_cost(high_seen, n)
-        costs[block, COST_PLANE_BITS] = planes + wide * 8
+        lebs: Any = n
+        if largest >= 1 << 7:
+            lebs += count_gaps(indices, begin, end, 1 << 7)
+        if largest >= 1 << 14:
+            lebs += count_gaps(indices, begin, end, 1 << 14)
+        if largest >= 1 << 21:
+            lebs += count_gaps(indices, begin, end, 1 << 21)
+        costs[block, COST_LEB_BYTES] = lebs
+        wide: Any = 0
+        if largest >= ESCAPE:
+            wide += count_gaps(indices, begin, end, ESCAPE)
+            wide += count_gaps(indices, begin, end, ESCAPE + (1 << 7))
+            wide += count_gaps(indices, begin, end, ESCAPE + (1 << 14))
+            wide += count_gaps(indices, begin, end, ESCAPE + (1 << 21))
         costs[block, COST_WIDE_BYTES] = wide
+        planes: Any = 16 * n
+        if n >= MIN_PLANE_CHANGES:
+            stride = max(n // PLANE_SAMPLES, 1)
+            low_seen[:] = 0
+            high_seen[:] = 0
+            sampled = 0
+            for i in range(0, after.size, stride):
+                g = np.int64(after[i]) - np.int64(before[i]) - 1
+                if g > ESCAPE:
+                    g = np.int64(ESCAPE)
+                low_seen[g & 255] += 1
+                high_seen[g >> 8] += 1
+                sampled += 1
+            planes = plane_cost(low_seen, sampled, n) + plane_cost(high_seen, sampled, n)
+        costs[block, COST_PLANE_BITS] = planes + wide * 8
         begin = end
     return -1
 

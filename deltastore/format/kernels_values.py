@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from deltastore.format.kernels_base import Array, kernel
+from deltastore.format.kernels_base import (
+    Array,
+    beyond_mask,
+    falling_mask,
+    kernel,
+    load_u64,
+    put_ones,
+    store_u64,
+    trailing_zeros,
+    zero_mask,
+)
 
 U = np.uint64
 
@@ -33,7 +43,22 @@ def split_steps(
     begin = 0
     for block in range(ends.size):
         end = ends[block]
-        for group in range(begin, end, 8):
+        group = begin
+        while group + 64 <= end:
+            direction = falling_mask(steps, group)
+            more = beyond_mask(steps, group)
+            bad |= zero_mask(steps, group) != U(0)
+            store_u64(directions, at, direction)
+            store_u64(mores, at, more)
+            while more != U(0):
+                step = steps[group + np.int64(trailing_zeros(more))]
+                down = U(step) >> U(width - 1)
+                magnitudes[count] = steps.dtype.type(zero - step) - two if down else step - two
+                count += 1
+                more &= more - U(1)
+            group += 64
+            at += 8
+        while group < end:
             direction = U(0)
             more = U(0)
             for j in range(min(8, end - group)):
@@ -49,6 +74,7 @@ def split_steps(
             directions[at] = np.uint8(direction)
             mores[at] = np.uint8(more)
             at += 1
+            group += 8
         begin = end
     return count, bad
 
@@ -81,7 +107,24 @@ def join_steps(
     for block in range(counts.size):
         end = begin + counts[block]
         bad = U(0)
-        for group in range(begin, end, 8):
+        group = begin
+        while group + 64 <= end:
+            direction = load_u64(directions, at)
+            more = load_u64(mores, at)
+            put_ones(steps, group, direction)
+            while more != U(0):
+                j = trailing_zeros(more)
+                more &= more - U(1)
+                down = (direction >> j) & U(1)
+                size = U(magnitudes[used]) + U(2)
+                used += 1
+                # At most 2^(w-1) down, 2^(w-1) - 1 up; a wrap to 0 or 1 is too large as well.
+                bad |= U(size > top - U(1) + down)
+                bad |= U(size < U(2))
+                steps[group + np.int64(j)] = steps.dtype.type((size ^ (U(0) - down)) + down)
+            group += 64
+            at += 8
+        while group < end:
             direction = U(directions[at])
             more = U(mores[at])
             at += 1
@@ -95,10 +138,10 @@ def join_steps(
                 direction >>= U(1)
                 size = U(1) + beyond * (U(magnitudes[used]) + U(1))
                 used += np.int64(beyond)
-                # At most 2^(w-1) down, 2^(w-1) - 1 up; a wrap to 0 or 1 is too large as well.
                 bad |= U(size > top - U(1) + down)
                 bad |= U(size <= beyond)
                 steps[group + j] = steps.dtype.type((size ^ (U(0) - down)) + down)
+            group += 8
         if bad:
             return block, False
         begin = end
