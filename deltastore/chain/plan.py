@@ -9,22 +9,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deltastore.errors import Kind, NotFoundError
+from deltastore.errors import InvalidInputError, Kind, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
+class TransferCost:
+    """What fetching costs, in expected seconds; with (0, 1) it counts bytes.
+
+    Args:
+        request_s: of one more thing to fetch: why one composite beats eight deltas of its size.
+        bytes_per_s: of the line.
+    """
+
+    request_s: float = 0.05  # a round trip to an object store in the same region
+    bytes_per_s: float = 125e6  # 1 Gbps
+
+    def __post_init__(self) -> None:
+        if self.request_s < 0 or not self.bytes_per_s > 0:
+            raise InvalidInputError(
+                f"a transfer cannot cost {self.request_s} s and {self.bytes_per_s} B/s",
+                kind=Kind.SETTING,
+                hint="request_s must not be negative, bytes_per_s must be above 0",
+            )
+
+    def of(self, size_bytes: int) -> float:
+        """The cost of one object of that size."""
+        return self.request_s + size_bytes / self.bytes_per_s
+
+
+BY_BYTES = TransferCost(request_s=0.0, bytes_per_s=1.0)
+"""Costs in bytes alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """Something that turns `base` into `version` for `cost` (bytes, or seconds).
 
-    `base` is None for a whole state: an anchor or a full version.
+    `base` is None for a whole state: an anchor or a full version. `name` tells links with the same
+    ends apart.
     """
 
     base: int | None
     version: int
     cost: float
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

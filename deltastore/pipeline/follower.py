@@ -3,9 +3,10 @@
 Watches for the next version (a computed key, never a listing), fetches and verifies it, decodes
 it, and composes it with what is staged already. Activation is the applier's, at a safe point.
 
-A version that cannot be read is fetched once more (by `fetch_all`), then another way is planned
-around it (the next full version); until there is one the follower waits where it is. It never
-skips a version and never continues past one.
+When many versions wait it takes the cheapest way to the newest one: composites, or an anchor. A
+version that cannot be read, or is gone, is fetched once more (by `fetch_all`), then another way is
+planned around it; until there is one the follower waits where it is. It never skips a version and
+never continues past one.
 
 Memory: `stage_max_bytes` of decoded changes plus one version; when full, staging waits.
 """
@@ -25,13 +26,13 @@ from deltastore.errors import (
     NotFoundError,
 )
 from deltastore.events import VersionStaged, discard
-from deltastore.format.manifest import VersionKind, VersionManifest
-from deltastore.pipeline.history import links_to
 from deltastore.pipeline.staged import StagedUpdate, join_updates
-from deltastore.repository.fetch import fetch_blocks, load_manifest
-from deltastore.repository.full import fetch_full_state
+from deltastore.repository.fetch import load_manifest
+from deltastore.repository.history import require_signed
 from deltastore.repository.points import ActiveVersion, check_link
+from deltastore.repository.rebuild import fetch_whole, step_blocks
 from deltastore.repository.resolve import read_head_hint, version_exists
+from deltastore.repository.way import Edge, Step, find_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
     from deltastore.clock import Clock
     from deltastore.events import EventSink
     from deltastore.format.block import Block
+    from deltastore.format.signing import TrustedKeys
     from deltastore.repository.run import Run
+
+JUMP_VERSIONS = 8
+"""Further behind than this a plan is worth two listings: below it there is no composite to find."""
 
 
 class Follower:
@@ -56,6 +61,7 @@ class Follower:
         sink: EventSink = discard,
         hint_source: Callable[[int, float], int | None] | None = None,
         seed: int = 0,
+        trusted: TrustedKeys | None = None,
     ) -> None:
         """Follow `run` from `active`.
 
@@ -64,6 +70,7 @@ class Follower:
             hint_source: called with (newest known version, seconds); waits at most that long for
                 a newer version to be advertised and returns its number. Hints only save polls.
             seed: of the jitter.
+            trusted: keys that must have signed versions and shortcuts; None trusts the bucket.
         """
         self._run = run
         self._name = name
@@ -73,7 +80,10 @@ class Follower:
         self._hint_source = hint_source
         self._jitter = random.Random(seed)  # spreads polls, protects nothing
         self._lock = threading.Lock()
+        self._trusted = trusted
         self._tip = active
+        self._steps: list[Step] = []  # of a way that was planned, not yet staged
+        self._may_be_behind = True  # until a poll has found nothing new
         self._staged: StagedUpdate | None = None
         self._error: DeltastoreError | None = None
         self._head_seen = active.version
@@ -110,7 +120,8 @@ class Follower:
     def reset(self, active: ActiveVersion) -> None:
         """Begin again from `active`: what was staged or taken is fetched anew."""
         with self._lock:
-            self._tip, self._staged = active, None
+            self._tip, self._staged, self._steps = active, None, []
+            self._may_be_behind = True
 
     def poll(self) -> bool:
         """Stage the next version if there is one; return whether something new is staged.
@@ -158,6 +169,9 @@ class Follower:
             self._thread.join()
 
     def _next(self, tip: ActiveVersion) -> StagedUpdate | None:
+        planned = self._planned_step(tip)
+        if planned is not None:
+            return self._stage_or_around(tip, planned)
         following = tip.version + 1
         try:
             manifest = load_manifest(self._run, following)
@@ -165,15 +179,46 @@ class Follower:
             if err.kind is not Kind.VERSION_MISSING:
                 raise
             self._refuse_hole(following)
+            self._may_be_behind = False
             return None
         self._head_seen = max(self._head_seen, following)
-        check_link(tip, manifest)
-        try:
-            return self._stage(tip, manifest)
-        except (IntegrityError, FormatError, NotFoundError) as err:
-            if err.kind in {Kind.BUCKET_MISSING, Kind.RUN_MISSING}:
-                raise
-            return self._stage_around(tip, following, err)
+        step = self._jump(tip) if self._may_be_behind else None
+        self._may_be_behind = True
+        if step is None:
+            require_signed(self._run, manifest, self._trusted)
+            check_link(tip, manifest)
+            step = Step(manifest)
+        return self._stage_or_around(tip, step)
+
+    def _planned_step(self, tip: ActiveVersion) -> Step | None:
+        """The next step of the way under way, if it starts at the tip."""
+        step = self._steps.pop(0) if self._steps else None
+        if step is not None and step.base in {None, tip.version}:
+            return step
+        self._steps = []
+        return None
+
+    def _jump(self, tip: ActiveVersion) -> Step | None:
+        """The first step of the cheapest way to a version far above, if one is known to exist."""
+        hinted = read_head_hint(self._run)
+        if hinted is None or hinted - tip.version <= JUMP_VERSIONS:
+            return None
+        newest = self._newest(tip.version)
+        if newest - tip.version <= JUMP_VERSIONS:
+            return None
+        return self._plan(tip, newest, frozenset())
+
+    def _plan(self, tip: ActiveVersion, newest: int, avoid: frozenset[Edge]) -> Step:
+        way = find_way(
+            self._run,
+            newest,
+            held=tip,
+            streams=self._settings.streams,
+            avoid=avoid,
+            trusted=self._trusted,
+        )
+        first, *self._steps = way.steps
+        return first
 
     def _refuse_hole(self, following: int) -> None:
         """An absent next version is the end, unless a later one is known to exist."""
@@ -186,19 +231,38 @@ class Follower:
                 hint="restore its manifest from another region",
             )
 
-    def _stage(self, tip: ActiveVersion, manifest: VersionManifest) -> StagedUpdate:
+    def _stage_or_around(self, tip: ActiveVersion, step: Step) -> StagedUpdate:
+        """Stage a step, or another one around what is unreadable or gone, as often as it helps."""
+        avoid: set[Edge] = set()
+        cause: DeltastoreError | None = None
+        while True:
+            try:
+                return self._stage(tip, step)
+            except (IntegrityError, FormatError, NotFoundError) as err:
+                self._steps = []
+                if err.kind in {Kind.BUCKET_MISSING, Kind.RUN_MISSING}:
+                    raise
+                cause = cause or err
+                avoid.add(step.edge)
+            try:
+                step = self._plan(tip, self._newest(step.version), frozenset(avoid))
+            except NotFoundError:
+                raise cause from None  # no way around: wait here, read again at the next poll
+
+    def _stage(self, tip: ActiveVersion, step: Step) -> StagedUpdate:
         started_s = self._clock.monotonic_s()
         streams = self._settings.streams
-        target = ActiveVersion.of(manifest)
-        size_bytes = manifest.core.delta_bytes
-        if manifest.core.kind is VersionKind.FULL:
-            state = fetch_full_state(self._run, manifest, streams=streams)
-            update = StagedUpdate(tip, target, [], size_bytes, state=state)
+        target = ActiveVersion.of(step.target)
+        size_bytes = step.size_bytes
+        versions = target.version - tip.version
+        if step.base is None:
+            state = fetch_whole(self._run, step, streams=streams)
+            update = StagedUpdate(tip, target, [], size_bytes, versions, state)
         else:
             blocks: list[Block] = []
-            for part in fetch_blocks(self._run, manifest, streams=streams):
+            for part in step_blocks(self._run, step, streams=streams):
                 blocks.extend(part)
-            update = StagedUpdate(tip, target, blocks, size_bytes)
+            update = StagedUpdate(tip, target, blocks, size_bytes, versions)
         seconds = self._clock.monotonic_s() - started_s
         self._sink(
             VersionStaged(
@@ -210,22 +274,6 @@ class Follower:
             )
         )
         return update
-
-    def _stage_around(
-        self, tip: ActiveVersion, unreadable: int, cause: DeltastoreError
-    ) -> StagedUpdate:
-        """Plan past an unreadable version: only a full version above it can help."""
-        try:
-            links = links_to(
-                self._run,
-                self._newest(unreadable),
-                held=tip,
-                streams=self._settings.streams,
-                avoid=frozenset({unreadable}),
-            )
-        except NotFoundError:
-            raise cause from None  # no way around: wait here, and read it again at the next poll
-        return self._stage(tip, links[0])
 
     def _newest(self, known: int) -> int:
         hinted = read_head_hint(self._run)

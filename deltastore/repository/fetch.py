@@ -20,10 +20,13 @@ from deltastore.format.segment import SegmentIdentity, decode_segment
 from deltastore.storage.transfer import FetchItem, fetch_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from deltastore.format.block import Block
     from deltastore.format.box import Box
+    from deltastore.format.fields import SegmentRef
+    from deltastore.format.fingerprint import Fingerprint
+    from deltastore.format.shortcut import CompositeManifest
     from deltastore.repository.run import Run
 
 
@@ -77,38 +80,68 @@ def fetch_blocks(run: Run, manifest: VersionManifest, *, streams: int) -> Iterat
             run=run.name,
             version=core.version,
         )
+    if core.fingerprint_before is None:
+        raise IntegrityError(
+            f"delta {core.version} names no state before it", kind=Kind.FINGERPRINT, run=run.name
+        )
     identity = SegmentIdentity(core.layout_digest, core.base_version, core.version)
-    items = [FetchItem(s.key, s.size_bytes, s.sha256) for s in core.segments]
+    change = core.fingerprint_after - core.fingerprint_before
+    return _fetch_segments(run, identity, core.segments, change, streams)
+
+
+def fetch_composite_blocks(
+    run: Run, manifest: CompositeManifest, *, streams: int
+) -> Iterator[list[Block]]:
+    """The verified blocks of a composite, like `fetch_blocks`.
+
+    Blocks of one tensor may declare the right change only in sum, over several segments.
+    """
+    core = manifest.core
+    identity = SegmentIdentity(core.layout_digest, core.base.version, core.target.version)
+    change = core.target.fingerprint - core.base.fingerprint
+    return _fetch_segments(run, identity, core.segments, change, streams)
+
+
+def _fetch_segments(
+    run: Run,
+    identity: SegmentIdentity,
+    segments: Sequence[SegmentRef],
+    change: Fingerprint,
+    streams: int,
+) -> Iterator[list[Block]]:
+    items = [FetchItem(s.key, s.size_bytes, s.sha256) for s in segments]
     total = ZERO
     boxes: list[tuple[int, Box]] = []
     fetched = fetch_all(run.store, items, streams=streams)
-    for number, (ref, got) in enumerate(zip(core.segments, fetched, strict=True)):
+    for number, (ref, got) in enumerate(zip(segments, fetched, strict=True)):
         decoded = decode_segment(run.layout, got.body, expect=identity)
         if sum(block.nnz for block in decoded.blocks) != ref.nnz:
             raise IntegrityError(
                 "the segment holds another number of changes than the manifest says",
                 kind=Kind.BROKEN_CHAIN,
                 run=run.name,
-                version=core.version,
+                version=identity.version,
                 key=ref.key,
             )
         total = total + total_change(decoded.blocks)
         boxes.extend((block.tensor, block.box) for block in decoded.blocks)
-        if number == len(core.segments) - 1:
+        if number == len(segments) - 1:
             check_disjoint(run.layout, boxes)
-            _check_total(core, total, run.name)
+            _check_total(run, identity, total, change)
         yield decoded.blocks
-    if not core.segments:
-        _check_total(core, total, run.name)
+    if not segments:
+        _check_total(run, identity, total, change)
 
 
-def _check_total(core: VersionCore, total: object, run: str) -> None:
-    if core.fingerprint_before is None or core.fingerprint_after - core.fingerprint_before != total:
+def _check_total(
+    run: Run, identity: SegmentIdentity, total: Fingerprint, change: Fingerprint
+) -> None:
+    if total != change:
         raise IntegrityError(
-            f"the blocks of version {core.version} do not add up to its fingerprint",
+            f"the blocks of version {identity.version} do not add up to its fingerprint",
             kind=Kind.FINGERPRINT,
-            run=run,
-            version=core.version,
+            run=run.name,
+            version=identity.version,
         )
 
 

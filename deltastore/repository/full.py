@@ -26,11 +26,12 @@ from deltastore.format.mixing import fingerprint_state
 from deltastore.storage.store import ByteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from deltastore.format.fingerprint import Fingerprint
     from deltastore.format.manifest import FileRef, VersionManifest
     from deltastore.repository.run import Run
 
@@ -51,28 +52,59 @@ def fetch_full_state(
     Raises IntegrityError (digest, fingerprint), FormatError, NotFoundError(file_missing).
     """
     core = manifest.core
+    return fetch_state(
+        run,
+        core.files,
+        version=core.version,
+        fingerprint=core.fingerprint_after,
+        streams=streams,
+        progress=progress,
+    )
+
+
+def fetch_state(
+    run: Run,
+    files: Sequence[FileRef],
+    *,
+    version: int,
+    fingerprint: Fingerprint,
+    streams: int,
+    progress: Callable[[int], None] | None = None,
+) -> BitState:
+    """The state that files hold, of a full version or of an anchor; see `fetch_full_state`."""
     state = BitState.zeros(run.layout)
     filled: set[int] = set()
-    for file in core.files:
+    for file in files:
         if file.name.endswith(WEIGHTS_SUFFIX):
             filled |= _read_shard(run, file, state, streams, progress)
     absent = [s.name for i, s in enumerate(run.layout.tensors) if i not in filled]
     if absent:
         raise IntegrityError(
-            f"the files of version {core.version} lack {len(absent)} tensors: {absent[:5]}",
+            f"the files of version {version} lack {len(absent)} tensors: {absent[:5]}",
             kind=Kind.LAYOUT_MISMATCH,
             run=run.name,
-            version=core.version,
+            version=version,
         )
     got = fingerprint_state(state)
-    if got != core.fingerprint_after:
+    if got != fingerprint:
         raise IntegrityError(
-            f"the files of version {core.version} hold state {got}, not {core.fingerprint_after}",
+            f"the files of version {version} hold state {got}, not {fingerprint}",
             kind=Kind.FINGERPRINT,
             run=run.name,
-            version=core.version,
+            version=version,
         )
     return state
+
+
+def read_file(run: Run, file: FileRef, *, streams: int = 8) -> bytes:
+    """A whole small file (configuration, tokenizer), its SHA-256 checked."""
+    return b"".join(stream_file(run, file, streams))
+
+
+def check_file(run: Run, file: FileRef, *, streams: int = 8) -> None:
+    """Read a file of any size and check its SHA-256, keeping nothing."""
+    for _ in stream_file(run, file, streams):
+        pass
 
 
 def download_files(
@@ -96,7 +128,7 @@ def download_files(
     for file in sorted(files, key=lambda f: f.name.endswith(WEIGHTS_SUFFIX)):
         path = folder / file.name
         with path.open("xb") as handle:
-            for chunk in _stream(run, file, streams):
+            for chunk in stream_file(run, file, streams):
                 handle.write(chunk)
         written.append(path)
     return written
@@ -114,7 +146,7 @@ def _read_shard(
     places: list[tuple[int, int, NDArray[np.uint8]]] | None = None
     filled: set[int] = set()
     offset = 0
-    for chunk in _stream(run, file, streams):
+    for chunk in stream_file(run, file, streams):
         if progress is not None:
             progress(len(chunk))
         if places is None:
@@ -176,7 +208,7 @@ def _copy(places: list[tuple[int, int, NDArray[np.uint8]]], offset: int, chunk: 
             target[low - begin : high - begin] = source[low - offset : high - offset]
 
 
-def _stream(run: Run, file: FileRef, streams: int) -> Iterator[bytes]:
+def stream_file(run: Run, file: FileRef, streams: int) -> Iterator[bytes]:
     """The file's bytes in order, fetched ahead by `streams` ranged reads, its SHA-256 checked."""
     if file.key is None:
         raise NotFoundError(
