@@ -137,6 +137,7 @@ class WorkerConfig:
         regions: every bucket that holds the run.
         redis_url: without a password in it.
         run_dir: folder for events, final states and the stop file; made when absent.
+        redis_user: its user there (coordination/ACL.md); None is the server's default user.
         redis_password_env: name of the environment variable with the password, if there is one.
         checkpoint: a local Hugging Face folder of some version; None: everything from the bucket.
         seed: of prompts and sampling.
@@ -149,6 +150,7 @@ class WorkerConfig:
     regions: tuple[RegionConfig, ...]
     redis_url: str
     run_dir: str
+    redis_user: str | None = None
     redis_password_env: str | None = None
     checkpoint: str | None = None
     seed: int = 0
@@ -167,6 +169,10 @@ class WorkerConfig:
             )
         _whole(self, "seed", 0, (1 << 53) - 1)
         _whole(self, "threads", 1, 1024)
+        if self.redis_user is not None:
+            check_name(self.redis_user, "redis_user")
+            named = self.redis_password_env is not None
+            require(named, "redis_user", self.redis_user, "name its redis_password_env too")
         require(
             "@" not in self.redis_url,
             "redis_url",

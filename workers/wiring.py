@@ -123,7 +123,8 @@ def _redis_url(config: WorkerConfig) -> str:
     if password is None:
         return config.redis_url
     parts = urlsplit(config.redis_url)
-    return urlunsplit(parts._replace(netloc=f":{quote(password, safe='')}@{parts.netloc}"))
+    who = f"{config.redis_user or ''}:{quote(password, safe='')}"
+    return urlunsplit(parts._replace(netloc=f"{who}@{parts.netloc}"))
 
 
 def _secret(name: str | None) -> str | None:

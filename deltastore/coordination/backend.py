@@ -37,6 +37,7 @@ from deltastore.coordination.records import (
     Member,
     ReapedJob,
     ReapOutcome,
+    RunningLease,
     Settled,
     Settlement,
     Throughput,
@@ -69,6 +70,7 @@ __all__ = [
     "Member",
     "ReapOutcome",
     "ReapedJob",
+    "RunningLease",
     "Settled",
     "Settlement",
     "Throughput",
@@ -180,6 +182,10 @@ class Coordination(Protocol):
 
     def job_counts(self) -> JobCounts:
         """How many jobs are open, assigned, leased, settled, parked."""
+        ...
+
+    def running_leases(self) -> list[RunningLease]:
+        """Who holds what until when, by actor and job; at most the first `LISTED_MAX`."""
         ...
 
     def outcome_counts(self) -> dict[Settled, int]:

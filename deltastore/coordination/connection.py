@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -42,9 +43,13 @@ if TYPE_CHECKING:
 RETRY_WAITS_S = (0.05, 0.2, 0.5)  # within the shortest sensible heartbeat period
 _CLUSTER = "+cluster"
 _DATABASE = re.compile(r"|/|/[0-9]+")
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 # The client's cluster errors are no RedisErrors.
 _REDIS_ERRORS = (RedisError, RedisClusterException)
 _LOST = (ConnectionError, TimeoutError, ReadOnlyError, ClusterError, RedisClusterException)
+# What a server says that will serve again: while it loads or changes roles, lacks its replicas,
+# cannot save, or runs somebody's endless script. The client has no class for most of them.
+_WILL_PASS = ("READONLY", "LOADING", "MASTERDOWN", "NOREPLICAS", "MISCONF", "BUSY ", "TRYAGAIN")
 
 Client: TypeAlias = "redis.Redis | RedisCluster"
 
@@ -83,6 +88,7 @@ class RedisConnection:
             # Repeats are ours: only we can tell a script that it is being asked again.
             "retry": Retry(NoBackoff(), 0),
         }
+        _check_files(self._url)
         try:
             if scheme.endswith(_CLUSTER):
                 url = f"{scheme.removesuffix(_CLUSTER)}://{rest}"
@@ -166,8 +172,15 @@ class RedisConnection:
 
     def _error(self, err: Exception) -> CoordinationError:
         kind, message, hint = Kind.REDIS_SCRIPT, f"Redis at {self.where} refused: {err}", None
-        if isinstance(err, (AuthenticationError, NoPermissionError)):
-            kind, hint = Kind.REDIS_UNAVAILABLE, "check user, password and ACL in the Redis URL"
+        if isinstance(err, AuthenticationError) or "WRONGPASS" in str(err):
+            kind, hint = Kind.REDIS_UNAVAILABLE, "check user and password of the Redis URL"
+        elif isinstance(err, NoPermissionError) or "no permissions" in str(err):
+            kind, hint = Kind.REDIS_SCRIPT, "its user needs its role's line of coordination/ACL.md"
+        elif "CERTIFICATE_VERIFY_FAILED" in str(err):
+            kind, hint = (
+                Kind.REDIS_UNAVAILABLE,
+                "name its authority: rediss://...?ssl_ca_certs=FILE",
+            )
         elif isinstance(err, _LOST) or _worth_repeating(err):
             kind, message = Kind.REDIS_UNAVAILABLE, f"Redis at {self.where} does not answer: {err}"
             hint = "start it, or check host, port and firewall; published versions are not affected"
@@ -195,11 +208,24 @@ def _check_database(url: str) -> None:
         raise ValueError(f"{parts.path} names no database")
 
 
+def _check_files(url: str) -> None:
+    """The client would say of a missing certificate that the server does not answer."""
+    for name, path in parse_qsl(urlsplit(url).query):
+        if name in _FILES and not Path(path).is_file():
+            raise InvalidInputError(
+                f"the Redis URL names {name}={path}: there is no such file",
+                kind=Kind.URL,
+                hint="name a PEM file that this process can read",
+            )
+
+
 def _worth_repeating(err: Exception) -> bool:
     if isinstance(err, AuthenticationError):  # a ConnectionError to the client, but it stays wrong
         return False
+    if "CERTIFICATE_VERIFY_FAILED" in str(err):
+        return False
     # Servers before 7 wrap the reason of a failing script into a plain error.
-    return isinstance(err, _LOST) or "READONLY" in str(err)
+    return isinstance(err, _LOST) or any(word in str(err) for word in _WILL_PASS)
 
 
 def _memory_of_each_node(client: Any, _repeat: bool) -> list[dict[str, Any]]:

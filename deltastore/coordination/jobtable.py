@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from deltastore.coordination.job import LIVE, Grant, Job, JobState
 from deltastore.coordination.limits import (
+    LISTED_MAX,
     MAX_ATTEMPTS,
     MAX_ENDED,
     MAX_JOBS,
@@ -24,6 +25,7 @@ from deltastore.coordination.records import (
     Lease,
     ReapedJob,
     ReapOutcome,
+    RunningLease,
     Settled,
     ThroughputSample,
 )
@@ -303,6 +305,15 @@ class JobTable:
             states.count(JobState.SETTLED),
             states.count(JobState.PARKED),
         )
+
+    def running(self) -> list[RunningLease]:
+        """Who holds what until when, by actor and job."""
+        held = sorted(
+            (job.grant.holder, job.job_id, job.deadline_ms(job.grant))
+            for job in self._jobs.values()
+            if job.grant is not None
+        )
+        return [RunningLease(a, j, to_s(deadline_ms)) for a, j, deadline_ms in held[:LISTED_MAX]]
 
     def outcomes(self) -> dict[Settled, int]:
         """How often each answer was given."""

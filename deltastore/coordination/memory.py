@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         JobOffer,
         Lease,
         ReapedJob,
+        RunningLease,
         Settled,
         Settlement,
     )
@@ -262,6 +263,11 @@ class MemoryCoordination:
         """How many jobs are where."""
         with self._lock:
             return self._jobs.counts()
+
+    def running_leases(self) -> list[RunningLease]:
+        """Who holds what until when."""
+        with self._lock:
+            return self._jobs.running()
 
     def outcome_counts(self) -> dict[Settled, int]:
         """How often each answer was given."""

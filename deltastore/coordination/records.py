@@ -267,6 +267,22 @@ class Settlement:
         check_name(self.region, "region")
 
 
+@dataclass(frozen=True, slots=True)
+class RunningLease:
+    """A lease as somebody who only watches sees it: no token, so nothing to settle with."""
+
+    actor_id: str
+    job_id: str
+    expires_at_s: float
+    """The moment after which its result is late, as things stand."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no lease could be."""
+        check_name(self.actor_id, "actor id")
+        check_name(self.job_id, "job id")
+        _check_instant_s(self.expires_at_s, "expires_at_s")
+
+
 class Settled(StrEnum):
     """The one answer to a settlement. Append only: metrics match on the values."""
 

@@ -21,6 +21,7 @@ from deltastore.coordination.records import (
     Member,
     ReapedJob,
     ReapOutcome,
+    RunningLease,
     Settled,
     Throughput,
     check_count,
@@ -280,6 +281,12 @@ class RedisCoordination:
         """How many jobs are where."""
         counts: list[int] = self._call("counts")
         return JobCounts(*counts)
+
+    def running_leases(self) -> list[RunningLease]:
+        """Who holds what until when."""
+        flat = self._call("running")
+        found = [wire.load_running(*flat[i : i + 2]) for i in range(0, len(flat), 2)]
+        return sorted(found, key=lambda lease: (lease.actor_id, lease.job_id))
 
     def outcome_counts(self) -> dict[Settled, int]:
         """How often each answer was given."""

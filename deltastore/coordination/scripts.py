@@ -34,6 +34,7 @@ NAMES = (
     "reap",
     "register",
     "renew",
+    "running",
     "set_throughput",
     "settle",
     "take",

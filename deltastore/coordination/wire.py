@@ -16,6 +16,7 @@ from deltastore.coordination.records import (
     AdmittedResult,
     HeadHint,
     JobOffer,
+    RunningLease,
     Settlement,
     ThroughputSample,
     check_rate,
@@ -185,6 +186,15 @@ def load_admitted(text: object) -> AdmittedResult:
     granted_ms, settled_ms = fields.pop("granted_ms"), fields.pop("settled_ms")
     settlement = _checked(what, Settlement, **fields)
     return _checked(what, AdmittedResult, settlement, to_s(granted_ms), to_s(settled_ms))
+
+
+def load_running(member: object, deadline_ms: object) -> RunningLease:
+    """A running lease from what Redis holds: `actor:job`, and its deadline."""
+    what = "a running lease"
+    if not isinstance(member, bytes) or not isinstance(deadline_ms, int):
+        raise _garbage(what, "not an actor and a job")
+    actor_id, _, job_id = member.decode("utf-8", "replace").partition(":")
+    return _checked(what, RunningLease, actor_id, job_id, to_s(deadline_ms))
 
 
 def load_samples(text: object) -> tuple[ThroughputSample, ...]:

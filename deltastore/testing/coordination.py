@@ -25,6 +25,7 @@ from deltastore.coordination.backend import (
     JobOffer,
     ReapedJob,
     ReapOutcome,
+    RunningLease,
     Settled,
     Throughput,
 )
@@ -282,6 +283,27 @@ class CoordinationTests:
         fleet.advance_s(1.001)
         assert not fleet.coordination.renew("j1", lease.token, 3, LEASE_S, 60.0)
         assert fleet.settle(lease, "a1") is Settled.LATE
+
+    def test_watching_running_leases(self, fleet: Fleet) -> None:
+        """Who holds what until when can be seen: renewals move it, closings cap it, ends end it."""
+        assert fleet.coordination.running_leases() == []
+        fleet.join("a1", "a2")
+        now_s = fleet.coordination.now_s()
+        fleet.offer("j1", "j2")
+        fleet.offer("j3", closes_at_s=now_s + 4)
+        second, first = fleet.lease("a2"), fleet.lease("a1")
+        fleet.lease("a1")
+        fleet.advance_s(1)
+        assert fleet.coordination.renew("j2", first.token, 1, LEASE_S, 60.0)
+        assert fleet.coordination.running_leases() == [
+            RunningLease("a1", "j2", now_s + 1 + LEASE_S),
+            RunningLease("a1", "j3", now_s + 4),
+            RunningLease("a2", "j1", now_s + LEASE_S),
+        ]
+        assert fleet.settle(second, "a2") is Settled.ADMITTED
+        assert {lease.actor_id for lease in fleet.coordination.running_leases()} == {"a1"}
+        fleet.coordination.leave("a1")
+        assert fleet.coordination.running_leases() == []
 
     def test_hand_back(self, fleet: Fleet) -> None:
         """A job handed back is open at once, in its old place, with the same attempt."""

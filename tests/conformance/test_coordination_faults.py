@@ -6,10 +6,8 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +36,7 @@ from deltastore.testing.fleet import (
     gate_of,
     policy_hash_of,
 )
+from deltastore.testing.redis_line import RedisLine
 from deltastore.testing.servers import RedisServer, free_port
 
 if TYPE_CHECKING:
@@ -328,72 +327,18 @@ def test_a_lasting_replica_is_unavailable(own_server: RedisServer) -> None:
         coordination.close()
 
 
-class _LossyPipe:
-    """Between client and server: forwards bytes, and on demand loses an answer with its line."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.lose_next = threading.Event()
-        self.lost = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self._port))
-            threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
-            threading.Thread(target=self._answer, args=(server, client), daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-        except OSError:
-            pass
-        self._shut(sink)
-
-    def _answer(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                if self.lose_next.is_set():
-                    self.lose_next.clear()
-                    self.lost += 1
-                    break
-                sink.sendall(data)
-        except OSError:
-            pass
-        self._shut(sink)
-        source.close()
-        sink.close()
-
-    @staticmethod
-    def _shut(sock: socket.socket) -> None:
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 def test_lost_answers_change_nothing(redis_server: RedisServer) -> None:
     """CASE L5: an answer lost after the effect gives, when asked again, the same answer."""
-    pipe = _LossyPipe(redis_server.port)
+    line = RedisLine(redis_server.port)
     clock = FakeClock()
     run = f"run-{secrets.token_hex(6)}"
-    fleet = Fleet(RedisCoordination(f"redis://127.0.0.1:{pipe.port}/0", run, clock), _never)
+    fleet = Fleet(RedisCoordination(line.url, run, clock), _never)
 
     def losing(call: Callable[[], Any]) -> Any:
-        before = pipe.lost
-        pipe.lose_next.set()
+        before = line.lost
+        line.lose_next_answer()
         answer = call()
-        assert pipe.lost == before + 1
+        assert line.lost == before + 1
         return answer
 
     c = fleet.coordination
@@ -414,7 +359,7 @@ def test_lost_answers_change_nothing(redis_server: RedisServer) -> None:
     losing(lambda: c.leave("a1"))
     assert c.members() == []
     c.close()
-    pipe.close()
+    line.close()
 
 
 def test_a_forked_child_has_its_own_line(fleet: Fleet) -> None:

@@ -12,6 +12,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+from deltastore.coordination.outage import is_outage
 from deltastore.errors import ApplyError, CoordinationError, IntegrityError, Kind
 from deltastore.events import ActorJoined
 from deltastore.pipeline.applier import Applier
@@ -208,7 +209,7 @@ class HeadHints:
         try:
             hint = self._coordination.wait_head_hint(known, timeout_s)
         except CoordinationError as err:
-            if err.kind is not Kind.REDIS_UNAVAILABLE:
+            if not is_outage(err):
                 raise
             self._clock.wait(self._stopped, timeout_s)
             return None

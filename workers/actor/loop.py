@@ -16,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from deltastore.coordination.backend import ActorRecord, ActorState, ActorStatus
+from deltastore.coordination.outage import is_outage
 from deltastore.errors import ApplyError, CoordinationError, Kind
 from workers.actor.follow import FollowedWeights
 from workers.actor.presence import Presence
@@ -153,7 +154,7 @@ class Actor:
         try:
             leases = self._worker.take(self.weights.active)
         except CoordinationError as err:
-            if err.kind is not Kind.REDIS_UNAVAILABLE:
+            if not is_outage(err):
                 raise
             leases = []  # the heartbeat says so; following goes on without Redis
         if leases:

@@ -11,7 +11,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from deltastore.errors import CoordinationError, Kind
+from deltastore.coordination.outage import is_outage
+from deltastore.errors import CoordinationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +81,7 @@ class Presence:
         try:
             call()
         except CoordinationError as err:
-            if err.kind is not Kind.REDIS_UNAVAILABLE:
+            if not is_outage(err):
                 raise
             if not self._away:
                 _LOG.warning("Redis is away, going on without it: %s", err)

@@ -16,7 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from deltastore.coordination.backend import Settled, Settlement
-from deltastore.errors import CoordinationError, FormatError, Kind, StorageError
+from deltastore.coordination.outage import is_outage
+from deltastore.errors import CoordinationError, FormatError, StorageError
 from deltastore.events import ResultSettled
 from deltastore.ids import new_token
 from deltastore.storage.store import PutMode
@@ -149,7 +150,7 @@ class RolloutWorker:
         try:
             return ask()
         except CoordinationError as err:
-            if err.kind is not Kind.REDIS_UNAVAILABLE:
+            if not is_outage(err):
                 raise
             return ask()  # the reply may have been lost: the same token returns the same lease
 
@@ -207,7 +208,7 @@ class RolloutWorker:
             try:
                 return call()
             except CoordinationError as err:
-                if err.kind is not Kind.REDIS_UNAVAILABLE:
+                if not is_outage(err):
                     raise
                 if self._clock.monotonic_s() + RETRY_S > deadline_s:
                     _LOG.warning("Redis stayed away until the lease ended: %s", err)
@@ -247,6 +248,6 @@ class _Renewal:
                 if self._worker.renew(item, tokens):
                     self._deadline_s = max(self._deadline_s, now_s + item.lease.lease_s)
             except CoordinationError as err:
-                if err.kind is not Kind.REDIS_UNAVAILABLE:
+                if not is_outage(err):
                     raise
                 _LOG.warning("lease of job %s not renewed: %s", item.lease.job_id, err)

@@ -1,10 +1,14 @@
-"""A trainer that dies with Redis loses its optimizer: it waits, up to a limit that it states."""
+"""A trainer that dies with Redis loses its optimizer: it waits, up to a limit that it states.
+
+An outage is Redis that does not answer or is out of memory (`coordination/outage.py`).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from deltastore.errors import CoordinationError, Kind
+from deltastore.coordination.outage import is_outage
+from deltastore.errors import CoordinationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +34,7 @@ class Steady:
     def attempt(self, call: Callable[[], _T]) -> _T | None:
         """Call once; while Redis is away wait a little and return None.
 
-        Raises CoordinationError(redis_unavailable) when it has been away for too long.
+        Raises the CoordinationError of the outage when it has lasted for too long.
         """
         answers = self._answers(call)
         return answers[0] if answers else None
@@ -46,7 +50,7 @@ class Steady:
         try:
             answer = call()
         except CoordinationError as err:
-            if err.kind is not Kind.REDIS_UNAVAILABLE:
+            if not is_outage(err):
                 raise
             self._wait_or_give_up(err)
             return []
@@ -60,7 +64,7 @@ class Steady:
         if now_s - self._away_since_s > self._outage_max_s:
             raise CoordinationError(
                 f"Redis has been away for {self._outage_max_s:.0f} s: {err.message}",
-                kind=Kind.REDIS_UNAVAILABLE,
-                hint="start Redis again, then this trainer: it resumes at the last version",
+                kind=err.kind,
+                hint="cure Redis, then start this trainer again: it resumes at the last version",
             ) from err
         self._clock.sleep_s(RETRY_S)
