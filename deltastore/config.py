@@ -33,10 +33,14 @@ class PublisherSettings:
     """How versions are made and sent."""
 
     streams: int = 8  # one stream loses 85 % of a lossy link; more than 8 gain little (ANCHORS)
+    diff_threads: int = 2  # one scans about 3 GB/s; memory feeds two
     encode_threads: int = 2
     segment_min_bytes: int = 4 << 20  # below this, requests cost more than bytes
     segment_max_bytes: int = 32 << 20  # above this, streams starve at the end
-    spool_max_bytes: int = 1 << 30  # encoded bytes waiting in memory for any region
+    spool_max_bytes: int = 1 << 30  # encoded bytes waiting in memory for home
+    spool_folder: str | None = None  # where a slow region's backlog goes; None: memory only
+    region_memory_bytes: int = 256 << 20  # of a region's backlog in memory
+    backlog_max_bytes: int = 8 << 30  # of a region's backlog on disk; beyond it, copied from home
     on_backlog: OnBacklog = OnBacklog.SKIP
     backlog_wait_s: float = 60.0
     commit_deadline_s: float = 1800.0  # bodies older than this are put again before the commit
@@ -44,7 +48,8 @@ class PublisherSettings:
 
     def __post_init__(self) -> None:
         require(1 <= self.streams <= 256, "streams", self.streams, "1 to 256")
-        require(1 <= self.encode_threads <= 256, "encode_threads", self.encode_threads, "1 to 256")
+        for name in ("diff_threads", "encode_threads"):
+            require(1 <= getattr(self, name) <= 256, name, getattr(self, name), "1 to 256")
         require(
             1 << 16 <= self.segment_min_bytes <= self.segment_max_bytes <= 1 << 30,
             "segment_min_bytes",
@@ -57,6 +62,8 @@ class PublisherSettings:
             self.spool_max_bytes,
             "at least segment_max_bytes",
         )
+        for name in ("region_memory_bytes", "backlog_max_bytes"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
         require(self.backlog_wait_s >= 0, "backlog_wait_s", self.backlog_wait_s, "not negative")
         require(self.commit_deadline_s > 0, "commit_deadline_s", self.commit_deadline_s, "positive")
         require(

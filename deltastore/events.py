@@ -49,6 +49,23 @@ class PublishFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StageFinished(Event):
+    """One stage of a version's way is over; stages overlap.
+
+    `stage` is capture (reading and comparing the source), encode (summed over threads), upload
+    (first put to last confirmed body), commit (manifest and hint), copy (bodies a region took from
+    home) or catch_up (a region began again at an anchor). `parts` are the objects it handled.
+    """
+
+    region: str
+    version: int
+    stage: str
+    parts: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class RegionCommitted(Event):
     """A region other than home holds a version."""
 
@@ -158,6 +175,64 @@ class ResultSettled(Event):
     outcome: str
     tokens: int
     elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeWritten(Event):
+    """A region holds one more composite, made of `inputs` links of `input_bytes`."""
+
+    base_version: int
+    version: int
+    inputs: int
+    input_bytes: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorWritten(Event):
+    """A region holds one more anchor; `chain_bytes` is what it spares a joiner."""
+
+    version: int
+    size_bytes: int
+    chain_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLag(Event):
+    """How far the composites of a region are behind its HEAD; 0 to 7 versions is none at all."""
+
+    head: int
+    composites_missing: int
+    composite_lag_versions: int
+
+
+@dataclass(frozen=True, slots=True)
+class FloorRaised(Event):
+    """Readers of a region are told that bodies at or below `floor` will go."""
+
+    floor: int
+    previous: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectsDeleted(Event):
+    """Retention or the janitor deleted objects; `by` says which."""
+
+    by: str
+    objects: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaintenanceFailed(Event):
+    """A shortcut could not be made; every version can still be rebuilt without it."""
+
+    task: str
+    version: int
+    kind: str
+    message: str
 
 
 EventSink: TypeAlias = Callable[[Event], None]

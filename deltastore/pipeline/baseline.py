@@ -3,6 +3,8 @@
 The bits of the last *committed* version, the manifest that names them, and the one manifest whose
 put had no answer. It is promoted by applying the committed delta, never by reading the source
 again; a damaged one is rebuilt from the bucket, which is the truth.
+
+A commit and the promotion after it are two calls: whoever waits for the version is told first.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltastore.chain.apply import apply_blocks
-from deltastore.errors import IntegrityError, Kind, StorageError
+from deltastore.errors import IntegrityError, Kind, NotFoundError, StorageError
 from deltastore.format.mixing import fingerprint_state
 from deltastore.pipeline.replay import replay
 from deltastore.repository.commit import commit_version
@@ -56,13 +58,23 @@ class Baseline:
         self._commit_deadline_s = commit_deadline_s
         self._clock = clock
         self._unanswered: _Unanswered | None = None
+        self._owed: list[Block] = []
+        self._doubt: IntegrityError | None = None
         self.head = head
-        self.state = state
+        self._state = state
+
+    @property
+    def state(self) -> BitState:
+        """The bits of HEAD."""
+        self.promote()
+        if self._doubt is not None:
+            self._rebuild()
+        return self._state
 
     def commit(
         self, manifest: VersionManifest, blocks: list[Block], *, uploading_since_s: float
     ) -> None:
-        """Commit a version and move to it.
+        """Commit a version: it is HEAD from now on. `promote` moves the bits after it.
 
         Raises LeaseError (another writer has the number) and StorageError; after the latter the
         version may exist: `settle` finds out before anything else is published.
@@ -74,7 +86,17 @@ class Baseline:
         except StorageError:
             self._unanswered = _Unanswered(manifest, blocks)
             raise
-        self._promote(manifest, blocks)
+        self._accept(manifest, blocks)
+
+    def promote(self) -> None:
+        """Bring the bits to HEAD. What does not apply is rebuilt from the bucket when next read."""
+        blocks, self._owed = self._owed, []
+        if not blocks or self._doubt is not None:
+            return
+        try:
+            apply_blocks(self._state, blocks)
+        except IntegrityError as err:
+            self._doubt = err
 
     def settle(self) -> VersionManifest | None:
         """Send an unanswered manifest again, byte for byte; return it once it is committed."""
@@ -82,10 +104,17 @@ class Baseline:
             return None
         manifest, blocks = self._unanswered.manifest, self._unanswered.blocks
         if not version_exists(self._home, manifest.core.version):
-            self._confirm_bodies(manifest)
+            try:
+                self._confirm_bodies(manifest)
+            except NotFoundError as err:
+                if err.kind is not Kind.OBJECT_MISSING:
+                    raise
+                self._unanswered = None  # a janitor took its bodies: it can never be committed
+                return None
         commit_version(self._home, manifest)
         self._unanswered = None
-        self._promote(manifest, blocks)
+        self._accept(manifest, blocks)
+        self.promote()
         return manifest
 
     def check(self) -> None:
@@ -93,23 +122,30 @@ class Baseline:
 
         Raises IntegrityError(baseline) when the bucket cannot prove HEAD either.
         """
-        expected = self.head.core.fingerprint_after
-        if fingerprint_state(self.state) == expected:
-            return
+        self.promote()
+        if self._doubt is not None or self._fingerprint_differs():
+            self._rebuild()
+
+    def _fingerprint_differs(self) -> bool:
+        return fingerprint_state(self._state) != self.head.core.fingerprint_after
+
+    def _rebuild(self) -> None:
         rebuilt = replay(self._home, self.head.core.version, clock=self._clock)
-        if fingerprint_state(rebuilt.state) != expected:
+        self._state = rebuilt.state
+        if self._fingerprint_differs():
             raise IntegrityError(
                 "the baseline differs from HEAD and cannot be rebuilt",
                 kind=Kind.BASELINE,
                 run=self._home.name,
                 version=self.head.core.version,
                 hint="run `deltastore verify --deep`",
-            )
-        self.state = rebuilt.state
+            ) from self._doubt
+        self._doubt = None
 
-    def _promote(self, manifest: VersionManifest, blocks: list[Block]) -> None:
-        apply_blocks(self.state, blocks)
+    def _accept(self, manifest: VersionManifest, blocks: list[Block]) -> None:
+        self.promote()
         self.head = manifest
+        self._owed = blocks
 
     def _confirm_bodies(self, manifest: VersionManifest) -> None:
         """A janitor may have taken bodies that waited long: all must be there before a commit."""

@@ -3,8 +3,10 @@
 Blocks come in, segments go out. Blocks are gathered to segments of the target size, encoded on a
 thread pool (the kernels release the GIL) and handed to the uploader and the regions at once.
 
-Memory: at most `encode_threads` + 2 segments' blocks waiting for an encoder, plus the uploader's
-`spool_max_bytes` of encoded bytes. A full uploader blocks the encoders, those block `add`.
+Memory: the decoded blocks of the version (4 bytes and one element per change), for each encoder
+thread about four times a segment while it is at it, and the uploader's `spool_max_bytes` of encoded
+bytes. At most `encode_threads` + 2 segments wait for an encoder: a full uploader blocks the
+encoders, those block `add`.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Outbox:
     Args:
         run, identity: the run in home and what the segments turn into what.
         target_bytes: size at which gathered blocks become a segment.
-        offer: called with (key, body) of every encoded segment; must not block.
+        offer: called with (segment, body) of every encoded segment; must not block.
+        confirmed: called with every segment that is in home now; must not block.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class Outbox:
         encode_threads: int,
         uploader: Uploader,
         target_bytes: int,
-        offer: Callable[[str, bytes], None],
+        offer: Callable[[SegmentRef, bytes], None],
+        confirmed: Callable[[SegmentRef], None],
         clock: Clock,
     ) -> None:
         self._run = run
@@ -72,6 +76,7 @@ class Outbox:
         self._uploader = uploader
         self._target_bytes = target_bytes
         self._offer = offer
+        self._confirmed = confirmed
         self._clock = clock
         self._room = threading.Semaphore(encode_threads + 2)
         self._gathered: list[Block] = []
@@ -121,6 +126,11 @@ class Outbox:
         ref = SegmentRef(key, len(body), digest, sum(block.nnz for block in blocks))
         encode_s = self._clock.monotonic_s() - started_s
         sent_s = self._clock.monotonic_s()
+        self._offer(ref, body)  # before home's queue, which may be full: regions do not wait for it
         upload = self._uploader.submit(self._run.store, key, body, mode=PutMode.CREATE)
-        self._offer(key, body)
+        upload.add_done_callback(lambda done: self._tell(done, ref))
         return SentSegment(ref, segment_encodings(body), encode_s, sent_s, upload)
+
+    def _tell(self, upload: Future[PutOutcome], ref: SegmentRef) -> None:
+        if not upload.cancelled() and upload.exception() is None:
+            self._confirmed(ref)

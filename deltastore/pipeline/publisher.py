@@ -7,7 +7,12 @@ changes travel with the next one (CASE R1).
 One writer: opening commits HEAD + 1 at once (possibly empty): whoever published before meets a
 foreign manifest and stops with LeaseError. No Redis is needed for that.
 
-Memory: baseline (dense bytes) + decoded blocks of the pending version + what `Outbox` says.
+Memory, beside the source:
+    baseline         dense bytes
+  + pending version  nnz * (4 + element bytes), the decoded blocks
+  + diff             2 * diff_threads runs of 2^22 elements that changed throughout, at most
+  + encode           encode_threads * 4 * segment_max_bytes
+  + upload           spool_max_bytes, and of each region region_memory_bytes
 """
 
 from __future__ import annotations
@@ -16,27 +21,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from deltastore.chain.diff import diff_box, diff_run
 from deltastore.config import OnBacklog, PublisherSettings
-from deltastore.errors import (
-    DeltastoreError,
-    InvalidInputError,
-    Kind,
-    LeaseError,
-    StorageError,
-)
-from deltastore.events import PublishFailed, RegionFailed, VersionPublished, discard
-from deltastore.format.block import total_change
-from deltastore.format.box import MAX_BOX_ELEMENTS
+from deltastore.errors import DeltastoreError, Kind, LeaseError, StorageError
+from deltastore.events import PublishFailed, RegionFailed, discard
 from deltastore.format.coverage import match_entries
-from deltastore.format.manifest import VersionCore, VersionKind, VersionManifest
+from deltastore.format.manifest import VersionKind
 from deltastore.format.segment import SegmentIdentity
-from deltastore.ids import new_token
 from deltastore.pipeline.baseline import Baseline
+from deltastore.pipeline.differ import Differ
+from deltastore.pipeline.draft import Draft, Writer, report_published
 from deltastore.pipeline.outbox import Outbox
 from deltastore.pipeline.publication import Publication
 from deltastore.pipeline.replay import Held, replay
-from deltastore.pipeline.replicator import Region, RegionReplicator, behind
+from deltastore.pipeline.replicator import Fanout, Region, RegionLimits, RegionReplicator
 from deltastore.repository.commit import write_head_hint
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion
@@ -44,14 +41,14 @@ from deltastore.repository.resolve import find_head
 from deltastore.storage.transfer import Uploader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from deltastore.clock import Clock
     from deltastore.events import EventSink
-    from deltastore.format.block import Block
     from deltastore.format.layout import BitState
-    from deltastore.pipeline.outbox import SentSegment
-    from deltastore.pipeline.protocols import SourceBox, WeightSource
+    from deltastore.format.manifest import SegmentRef, VersionManifest
+    from deltastore.pipeline.draft import Announce, Signer
+    from deltastore.pipeline.protocols import WeightSource
     from deltastore.repository.run import Run
 
 FENCE_TIMEOUT_S = 3600.0
@@ -71,6 +68,8 @@ class Publisher:
         settings: PublisherSettings,
         clock: Clock,
         sink: EventSink,
+        signer: Signer | None = None,
+        announce: Announce | None = None,
     ) -> None:
         self._home = home
         self._source = source
@@ -84,28 +83,26 @@ class Publisher:
         self._settings = settings
         self._clock = clock
         self._sink = sink
-        self._generation = head.core.generation + 1
-        self._nonce = new_token()
+        self._announce_segment = announce
+        self._writer = Writer.above(head, signer=signer)
         self._fatal: LeaseError | None = None
         self._pending: Publication | None = None
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._encoders = ThreadPoolExecutor(settings.encode_threads, thread_name_prefix="encode")
+        self._differ = Differ(home.layout, threads=settings.diff_threads)
         self._uploader = Uploader(
             streams=settings.streams, max_pending_bytes=settings.spool_max_bytes
         )
-        self._replicators = [
-            RegionReplicator(
-                region,
-                home,
-                target=head.core.version,
-                streams=settings.streams,
-                backlog_max_bytes=settings.spool_max_bytes,
-                clock=clock,
-                sink=sink,
-            )
-            for region in regions
-        ]
+        limits = RegionLimits.of(settings)
+        target = head.core.version
+        self._fanout = Fanout(
+            [
+                RegionReplicator(r, home, target=target, limits=limits, clock=clock, sink=sink)
+                for r in regions
+            ],
+            clock,
+        )
 
     @classmethod
     def open(
@@ -119,6 +116,8 @@ class Publisher:
         settings: PublisherSettings | None = None,
         sink: EventSink = discard,
         baseline: Held | None = None,
+        signer: Signer | None = None,
+        announce: Announce | None = None,
     ) -> Publisher:
         """Take over a run: find HEAD, rebuild the baseline, commit HEAD + 1 as the fence.
 
@@ -126,6 +125,9 @@ class Publisher:
             home: the run in the region where versions are committed.
             step: the optimizer step that the source's state is at.
             baseline: a state already held; used if it is HEAD's, and owned by the publisher.
+            signer: makes the signatures of a version manifest from its core's bytes.
+            announce: told of every segment once home has it, before its version exists: followers
+                may fetch it ahead. Called on an upload thread; must not block.
 
         Raises InvalidInputError when the source does not fit the layout, LeaseError when another
         writer was faster, IntegrityError when the chain in the bucket is broken.
@@ -144,6 +146,8 @@ class Publisher:
             settings=settings or PublisherSettings(),
             clock=clock,
             sink=sink,
+            signer=signer,
+            announce=announce,
         )
         try:
             publisher._baseline.check()
@@ -182,15 +186,15 @@ class Publisher:
 
     def wait_regions(self, timeout_s: float) -> list[str]:
         """Wait until every region holds HEAD; return the names of those that do not."""
-        return behind(self._replicators, self._baseline.head.core.version, timeout_s, self._clock)
+        return self._fanout.behind(self._baseline.head.core.version, timeout_s)
 
     def close(self) -> None:
         """Stop the threads. A version on its way is finished or fails; regions may be behind."""
         self._worker.shutdown(wait=True)
+        self._differ.close()
         self._encoders.shutdown(wait=True)
         self._uploader.close()
-        for region in self._replicators:
-            region.close()
+        self._fanout.close()
 
     def _wait_for(self, pending: Publication) -> None:
         try:
@@ -228,6 +232,7 @@ class Publisher:
         else:
             publication.captured.set()
             publication.future.set_result(manifest)
+            self._baseline.promote()  # whoever waits for the version need not wait for this
 
     def _fail(self, publication: Publication, err: BaseException) -> None:
         kind = err.kind.value if isinstance(err, DeltastoreError) else type(err).__name__
@@ -252,11 +257,12 @@ class Publisher:
             encode_threads=self._settings.encode_threads,
             uploader=self._uploader,
             target_bytes=self._segment_bytes(),
-            offer=lambda key, body: self._offer(version, key, body),
+            offer=lambda ref, body: self._fanout.offer(version, ref, body),
+            confirmed=lambda ref: self._confirmed(version, ref),
             clock=self._clock,
         )
         try:
-            for block in self._diff():
+            for block in self._differ.blocks(self._source, self._baseline.state):
                 outbox.add(block)
             publication.captured.set()
             captured_s = self._clock.monotonic_s()
@@ -264,109 +270,24 @@ class Publisher:
             sent = outbox.confirm()
         except BaseException:
             outbox.abandon()
-            for region in self._replicators:
-                region.abandon(version)
+            self._fanout.abandon(version)
             raise
         uploaded_s = self._clock.monotonic_s()
-        manifest = VersionManifest(self._core(publication, sent, outbox.blocks))
+        draft = Draft(publication.step_first, publication.step_last, sent, outbox.blocks)
+        manifest = self._writer.manifest(head, draft, created_s=self._clock.utc_s())
         self._baseline.commit(manifest, outbox.blocks, uploading_since_s=started_s)
         self._announce(manifest)
-        done_s = self._clock.monotonic_s()
-        self._sink(
-            VersionPublished(
-                version=version,
-                step_first=publication.step_first,
-                step_last=publication.step_last,
-                policy_hash=manifest.policy_hash,
-                nnz=manifest.core.nnz,
-                elements=self._home.layout.elements,
-                delta_bytes=manifest.core.delta_bytes,
-                dense_bytes=self._home.dense_bytes,
-                capture_s=captured_s - started_s,
-                encode_s=sum(s.encode_s for s in sent),
-                upload_s=self._uploader_span(sent, uploaded_s, started_s),
-                commit_s=done_s - uploaded_s,
-                total_s=done_s - started_s,
-            )
-        )
+        times = (started_s, captured_s, uploaded_s, self._clock.monotonic_s())
+        report_published(self._sink, self._home, manifest, sent, times)
         return manifest
 
-    @staticmethod
-    def _uploader_span(sent: list[SentSegment], uploaded_s: float, started_s: float) -> float:
-        first_s = min((s.sent_s for s in sent), default=uploaded_s)
-        return uploaded_s - max(first_s, started_s)
-
-    def _diff(self) -> Iterator[Block]:
-        """Blocks of all that differs from the baseline; checks that the source covers it all."""
-        layout = self._home.layout
-        covered = [0] * len(layout)
-        for box in self._source.boxes(layout):
-            covered[box.tensor] += box.box.elements
-            yield from self._diff_box(box)
-        short = [
-            spec.name
-            for spec, elements in zip(layout.tensors, covered, strict=True)
-            if elements != spec.elements
-        ]
-        if short:
-            raise InvalidInputError(
-                f"the source does not cover {len(short)} tensors exactly once: {short[:5]}",
-                kind=Kind.TENSOR_SHAPE,
-                run=self._home.name,
-                hint="its boxes must partition every tensor of the layout",
-            )
-
-    def _diff_box(self, source: SourceBox) -> Iterator[Block]:
-        layout, tensor, box = self._home.layout, source.tensor, source.box
-        base = self._baseline.state.arrays[tensor]
-        if not box.flat:
-            offsets = box.offsets_of(None, layout.tensors[tensor].element_shape)
-            block = diff_box(layout, tensor, box, base[offsets], source.bits)
-            if block is not None:
-                yield block
-            return
-        start, count = box.start[0], box.shape[0]
-        for low in range(0, count, MAX_BOX_ELEMENTS):
-            high = min(low + MAX_BOX_ELEMENTS, count)
-            block = diff_run(
-                layout,
-                tensor,
-                start + low,
-                base[start + low : start + high],
-                source.bits[low:high],
-            )
-            if block is not None:
-                yield block
-
-    def _core(
-        self, publication: Publication, sent: list[SentSegment], blocks: list[Block]
-    ) -> VersionCore:
-        base = self._baseline.head.core
-        return VersionCore(
-            run=base.run,
-            run_id=base.run_id,
-            version=base.version + 1,
-            kind=VersionKind.DELTA,
-            base_version=base.version,
-            base_policy_hash=self._baseline.head.policy_hash,
-            layout_digest=base.layout_digest,
-            segments=tuple(s.ref for s in sent),
-            files=(),
-            nnz=sum(block.nnz for block in blocks),
-            fingerprint_before=base.fingerprint_after,
-            fingerprint_after=base.fingerprint_after + total_change(blocks),
-            encodings=tuple(sorted(frozenset().union(*(s.encodings for s in sent)))),
-            step_first=publication.step_first,
-            step_last=publication.step_last,
-            generation=self._generation,
-            writer_nonce=self._nonce,
-            created_ms=int(self._clock.utc_s() * 1000),
-        )
+    def _confirmed(self, version: int, ref: SegmentRef) -> None:
+        if self._announce_segment is not None:
+            self._announce_segment(version, ref)
 
     def _announce(self, manifest: VersionManifest) -> None:
         """Tell the regions and write the hint: a hint that fails costs a poll, nothing else."""
-        for region in self._replicators:
-            region.committed(manifest)
+        self._fanout.committed(manifest)
         try:
             write_head_hint(self._home, manifest)
         except StorageError as err:
@@ -382,7 +303,3 @@ class Publisher:
         last = core.delta_bytes if core.kind is VersionKind.DELTA else 0
         wanted = last // (2 * self._settings.streams)
         return max(self._settings.segment_min_bytes, min(wanted, self._settings.segment_max_bytes))
-
-    def _offer(self, version: int, key: str, body: bytes) -> None:
-        for region in self._replicators:
-            region.offer(version, key, body)

@@ -1,9 +1,11 @@
 """A slow region that delays the others makes the fleet as slow as its worst link: each has its own
-thread, its own streams and its own backlog.
+threads, its own streams and its own backlog.
 
 A region receives bodies while they are uploaded to home (each byte leaves the trainer once per
 region), and a version's manifest only after home has it and the region has the version before.
-What it missed (it was down, its backlog was full, the trainer restarted) it copies from home.
+Bodies of versions that it cannot take now wait in its backlog; what does not fit there, and what it
+missed before the trainer started, is copied from home. The same code runs as a worker, when the
+trainer is gone.
 
 Write order per version: every body (create-only, content-named), then the manifest, then the
 hint. A crash leaves orphan bodies, never a manifest that names an absent object.
@@ -13,54 +15,79 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from deltastore.errors import DeltastoreError
-from deltastore.events import RegionCommitted, RegionFailed
-from deltastore.repository.commit import commit_version, write_head_hint
+from deltastore.errors import DeltastoreError, StorageError
+from deltastore.events import RegionCommitted, RegionFailed, StageFinished
+from deltastore.pipeline.backlog import Backlog
+from deltastore.pipeline.copying import Backoff, replicate_version
 from deltastore.repository.fetch import load_manifest
-from deltastore.repository.resolve import find_head
+from deltastore.repository.resolve import find_head, version_exists
 from deltastore.storage.store import PutMode
-from deltastore.storage.transfer import FetchItem, Uploader, fetch_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Future
 
     from deltastore.clock import Clock
+    from deltastore.config import PublisherSettings
     from deltastore.events import EventSink
-    from deltastore.format.manifest import VersionManifest
+    from deltastore.format.manifest import SegmentRef, VersionManifest
+    from deltastore.pipeline.backlog import WaitingBody
     from deltastore.repository.run import Run
-    from deltastore.storage.store import PutOutcome
 
 RETRY_FIRST_S = 0.5
 RETRY_CAP_S = 30.0
+MAX_MANIFESTS = 64  # kept for a region that is behind; more are read from home
+CLOSE_WAIT_S = 30.0  # a request that hangs longer is left to end with the process
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A region other than home: its name and the run's place in its bucket."""
+    """A region other than home.
+
+    Args:
+        name: as events and metrics say it.
+        run: the run's place in its bucket, with its own endpoint, prefix and credentials.
+        streams: requests in flight to it; None: as many as to home.
+    """
 
     name: str
     run: Run
+    streams: int | None = None
 
 
-def replicate_version(
-    home: Run, region: Run, manifest: VersionManifest, *, present: frozenset[str], streams: int
-) -> None:
-    """Copy one committed version to a region that holds the version before it.
+@dataclass(frozen=True, slots=True)
+class RegionLimits:
+    """What one region may use.
 
     Args:
-        present: keys of bodies already confirmed in the region.
+        streams: requests in flight to it, unless the region says otherwise.
+        memory_max_bytes, disk_max_bytes: of its backlog.
+        folder: for the backlog and large files on their way; None: memory only.
+        confirmed_max_s: bodies that arrived longer ago are looked for again before a commit: a
+            janitor may have taken them for orphans.
+        patience_s: how long after home's commit somebody else may bring the version.
     """
-    core = manifest.core
-    missing = [FetchItem(s.key, s.size_bytes, s.sha256) for s in core.segments]
-    missing += [FetchItem(f.key, f.size_bytes, f.sha256) for f in core.files if f.key is not None]
-    missing = [item for item in missing if item.key not in present]
-    for fetched in fetch_all(home.store, missing, streams=streams):
-        region.store.put(fetched.item.key, fetched.body, mode=PutMode.CREATE)
-    commit_version(region, manifest)
-    write_head_hint(region, manifest)
+
+    streams: int = 8
+    memory_max_bytes: int = 256 << 20
+    disk_max_bytes: int = 8 << 30
+    folder: Path | None = None
+    confirmed_max_s: float = 1800.0
+    patience_s: float = 0.0
+
+    @classmethod
+    def of(cls, settings: PublisherSettings) -> RegionLimits:
+        """What the publisher's settings allow each region."""
+        folder = None if settings.spool_folder is None else Path(settings.spool_folder)
+        return cls(
+            streams=settings.streams,
+            memory_max_bytes=settings.region_memory_bytes,
+            disk_max_bytes=settings.backlog_max_bytes,
+            folder=folder,
+            confirmed_max_s=settings.commit_deadline_s,
+        )
 
 
 class RegionReplicator:
@@ -69,10 +96,8 @@ class RegionReplicator:
     Args:
         region, home: where to, and where from when a body was missed.
         target: the version that home holds now.
-        streams: requests in flight to the region.
-        backlog_max_bytes: bodies waiting for the region; what does not fit comes from home later.
 
-    Memory: at most `backlog_max_bytes` of bodies waiting for the region.
+    Memory: the backlog's, and of each stream one body at most.
     """
 
     def __init__(
@@ -81,44 +106,59 @@ class RegionReplicator:
         home: Run,
         *,
         target: int,
-        streams: int,
-        backlog_max_bytes: int,
+        limits: RegionLimits,
         clock: Clock,
         sink: EventSink,
     ) -> None:
         self.name = region.name
         self._home = home
         self._run = region.run
-        self._streams = streams
+        self._limits = limits
+        self._streams = region.streams or limits.streams
         self._clock = clock
         self._sink = sink
-        self._uploader = Uploader(streams=streams, max_pending_bytes=backlog_max_bytes)
-        self._backlog_max_bytes = backlog_max_bytes
-        self._backlog_bytes = 0
-        self._bodies: dict[int, dict[str, Future[PutOutcome]]] = {}
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._target = target
+        self._backoff = Backoff(first_s=RETRY_FIRST_S, cap_s=RETRY_CAP_S)
+        self._sent_at_s: dict[int, dict[str, float]] = {}
         self._committed_at_s: dict[int, float] = {}
+        self._manifests: dict[int, VersionManifest] = {}
+        self._target = target
         self._held = -1
-        self._thread = threading.Thread(
-            target=self._work, name=f"region-{region.name}", daemon=True
+        self._backlog = Backlog(
+            region.name,
+            memory_max_bytes=limits.memory_max_bytes,
+            disk_max_bytes=limits.disk_max_bytes,
+            folder=limits.folder,
+            trouble=self._tell,
         )
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._send, name=f"send-{self.name}-{i}", daemon=True)
+            for i in range(self._streams)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._work, name=f"region-{self.name}", daemon=True)
+        )
+        for thread in self._threads:
+            thread.start()
 
-    def offer(self, version: int, key: str, body: bytes) -> None:
+    @property
+    def held(self) -> int:
+        """The newest version the region is known to hold; -1 until it has answered."""
+        return self._held
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that wait for the region, in memory and on disk."""
+        return self._backlog.memory_bytes + self._backlog.disk_bytes
+
+    def offer(self, version: int, ref: SegmentRef, body: bytes) -> None:
         """Take a body of a version that is not committed yet. Never blocks.
 
-        When the backlog is full the body is dropped: the region copies it from home later.
+        When the backlog is full the body is not kept: the region copies it from home later.
         """
-        with self._changed:
-            behind = self._held >= 0 and version > self._held + 1
-            if behind or self._backlog_bytes + len(body) > self._backlog_max_bytes:
-                return
-            self._backlog_bytes += len(body)
-            future = self._uploader.submit(self._run.store, key, body, mode=PutMode.CREATE)
-            self._bodies.setdefault(version, {})[key] = future
-        future.add_done_callback(lambda _: self._release(len(body)))
+        if version > self._held:
+            self._backlog.add(version, ref.key, body)
 
     def committed(self, manifest: VersionManifest) -> None:
         """Home holds this version now. Never blocks."""
@@ -126,13 +166,15 @@ class RegionReplicator:
         with self._changed:
             self._target = max(self._target, version)
             self._committed_at_s[version] = self._clock.monotonic_s()
+            if len(self._manifests) < MAX_MANIFESTS:
+                self._manifests[version] = manifest
             self._changed.notify_all()
 
     def abandon(self, version: int) -> None:
-        """The version will not be committed: forget its bodies."""
+        """The version will not be committed with these bodies: forget them."""
+        self._backlog.drop(version)
         with self._changed:
-            for future in self._bodies.pop(version, {}).values():
-                future.cancel()
+            self._sent_at_s.pop(version, None)
 
     def wait_until(self, version: int, timeout_s: float) -> bool:
         """Wait until the region holds `version`; False when time is up."""
@@ -140,69 +182,168 @@ class RegionReplicator:
             return self._changed.wait_for(lambda: self._held >= version, timeout_s)
 
     def close(self) -> None:
-        """Stop after the request in flight; what is missing stays in home's chain."""
+        """Stop after the requests in flight; what is missing stays in home's chain."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
-        self._thread.join()
-        self._uploader.close()
+        self._backlog.close()
+        deadline_s = self._clock.monotonic_s() + CLOSE_WAIT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - self._clock.monotonic_s()))
 
-    def _release(self, size_bytes: int) -> None:
+    def _send(self) -> None:
+        """One stream: send what waits, the oldest first."""
+        while (item := self._backlog.take()) is not None:
+            self._pause()
+            if self._stop.is_set():
+                return
+            try:
+                body = self._backlog.read(item)
+                if body is not None:
+                    self._run.store.put(item.key, body, mode=PutMode.CREATE)
+                    self._note_sent(item)
+            except StorageError as err:
+                self._backlog.give_back(item)
+                self._report(err)
+                continue
+            except DeltastoreError as err:  # sending it again cannot help; the commit says why
+                self._report(err)
+            else:
+                self._backoff.succeeded()
+            self._backlog.finish(item)
+
+    def _note_sent(self, item: WaitingBody) -> None:
         with self._changed:
-            self._backlog_bytes -= size_bytes
+            if item.version > self._held and not item.dropped:
+                sent = self._sent_at_s.setdefault(item.version, {})
+                sent[item.key] = self._clock.monotonic_s()
 
     def _work(self) -> None:
-        wait_s = RETRY_FIRST_S
         while not self._stop.is_set():
+            self._pause()
             try:
                 if self._held < 0:
                     self._set_held(find_head(self._run))
                 while self._held < self._target and not self._stop.is_set():
                     self._bring(self._held + 1)
-                wait_s = RETRY_FIRST_S
             except DeltastoreError as err:
-                self._sink(RegionFailed(self.name, self._held + 1, err.kind.value, str(err)))
-                self._clock.wait(self._stop, wait_s)
-                wait_s = min(2 * wait_s, RETRY_CAP_S)
+                self._report(err)
                 continue
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._stop.is_set() or self._target > self._held, RETRY_CAP_S
                 )
 
+    def _pause(self) -> None:
+        left_s = self._backoff.left_s(self._clock.monotonic_s())
+        if left_s > 0:
+            self._clock.wait(self._stop, left_s)
+
+    def _report(self, err: DeltastoreError) -> None:
+        """Say what went wrong, once per attempt however many streams met it; then wait."""
+        if self._backoff.failed(self._clock.monotonic_s()):
+            self._tell(err)
+
+    def _tell(self, err: DeltastoreError) -> None:
+        self._sink(RegionFailed(self.name, self._held + 1, err.kind.value, str(err)))
+
     def _bring(self, version: int) -> None:
+        if self._limits.patience_s and self._brought_by_others(version):
+            return
+        while not self._backlog.wait_sent(version, RETRY_CAP_S):
+            if self._stop.is_set():
+                return
+        if self._stop.is_set():
+            return
+        started_s = self._clock.monotonic_s()
         with self._changed:
-            bodies = self._bodies.pop(version, {})
-        present = frozenset(key for key, future in bodies.items() if _confirmed(future))
-        manifest = load_manifest(self._home, version)
-        replicate_version(self._home, self._run, manifest, present=present, streams=self._streams)
+            sent = self._sent_at_s.pop(version, {})
+            told = self._manifests.get(version)
+        fresh_s = started_s - self._limits.confirmed_max_s
+        manifest = told or load_manifest(self._home, version)
+        copied_bytes = replicate_version(
+            self._home,
+            self._run,
+            manifest,
+            present=frozenset(key for key, at_s in sent.items() if at_s >= fresh_s),
+            streams=self._streams,
+            folder=self._limits.folder,
+        )
+        self._backoff.succeeded()
+        self._announce(manifest, started_s, copied_bytes)
+
+    def _announce(self, manifest: VersionManifest, started_s: float, copied_bytes: int) -> None:
+        version = manifest.core.version
+        now_s = self._clock.monotonic_s()
         with self._changed:
             committed_s = self._committed_at_s.pop(version, None)
-        now_s = self._clock.monotonic_s()
-        lag_s = 0.0 if committed_s is None else now_s - committed_s
         self._set_held(version)
+        parts = len(manifest.core.segments) + len(manifest.core.files)
+        self._sink(
+            StageFinished(self.name, version, "copy", parts, copied_bytes, now_s - started_s)
+        )
+        lag_s = 0.0 if committed_s is None else now_s - committed_s
         self._sink(RegionCommitted(self.name, version, manifest.core.delta_bytes, lag_s))
+
+    def _brought_by_others(self, version: int) -> bool:
+        """Leave a version to the trainer for a while; whether the region got it meanwhile."""
+        with self._changed:
+            committed_s = self._committed_at_s.get(version, self._clock.monotonic_s())
+        left_s = committed_s + self._limits.patience_s - self._clock.monotonic_s()
+        if left_s > 0:
+            self._clock.wait(self._stop, left_s)
+        if self._stop.is_set() or not version_exists(self._run, version):
+            return self._stop.is_set()
+        self._set_held(version)
+        return True
 
     def _set_held(self, version: int) -> None:
         with self._changed:
             self._held = version
-            for old in [v for v in self._bodies if v <= version]:
-                del self._bodies[old]
+            done: tuple[dict[int, Any], ...] = (
+                self._sent_at_s,
+                self._committed_at_s,
+                self._manifests,
+            )
+            for known in done:
+                for old in [v for v in known if v <= version]:
+                    del known[old]
             self._changed.notify_all()
+        self._backlog.drop(version, and_below=True)
 
 
-def _confirmed(future: Future[PutOutcome]) -> bool:
-    """Whether a body has arrived; one that failed is copied from home instead."""
-    return not future.cancelled() and future.exception() is None
+class Fanout:
+    """All regions but home, as the publisher sees them: told everything, waited for never."""
 
+    def __init__(self, regions: Sequence[RegionReplicator], clock: Clock) -> None:
+        self._regions = list(regions)
+        self._clock = clock
 
-def behind(
-    regions: Sequence[RegionReplicator], version: int, timeout_s: float, clock: Clock
-) -> list[str]:
-    """Names of the regions that do not hold `version` after at most `timeout_s`."""
-    deadline_s = clock.monotonic_s() + timeout_s
-    return [
-        region.name
-        for region in regions
-        if not region.wait_until(version, max(0.0, deadline_s - clock.monotonic_s()))
-    ]
+    def offer(self, version: int, ref: SegmentRef, body: bytes) -> None:
+        """A body of a version that is on its way to home."""
+        for region in self._regions:
+            region.offer(version, ref, body)
+
+    def committed(self, manifest: VersionManifest) -> None:
+        """Home holds this version now."""
+        for region in self._regions:
+            region.committed(manifest)
+
+    def abandon(self, version: int) -> None:
+        """The version will not be committed with the bodies offered for it."""
+        for region in self._regions:
+            region.abandon(version)
+
+    def behind(self, version: int, timeout_s: float) -> list[str]:
+        """Names of the regions that do not hold `version` after at most `timeout_s`."""
+        deadline_s = self._clock.monotonic_s() + timeout_s
+        return [
+            region.name
+            for region in self._regions
+            if not region.wait_until(version, max(0.0, deadline_s - self._clock.monotonic_s()))
+        ]
+
+    def close(self) -> None:
+        """Stop them all."""
+        for region in self._regions:
+            region.close()

@@ -1,0 +1,97 @@
+"""A trainer waits while its weights are read: one thread that compares 16 GB keeps it for seconds.
+
+Compares a source with the bits of the last committed version, box by box, in runs of at most 2^22
+elements. The runs of one box are compared on `threads` threads (the scan releases the interpreter
+lock). A box is finished before the next is asked for: its bits may be a view of live memory.
+
+Memory: of each thread one run's changes, and those of `threads` runs that wait for their turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from deltastore.chain.diff import diff_box, diff_run
+from deltastore.errors import InvalidInputError, Kind
+from deltastore.format.box import MAX_BOX_ELEMENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from deltastore.format.block import Block
+    from deltastore.format.layout import BitState, Layout
+    from deltastore.pipeline.protocols import SourceBox, WeightSource
+
+
+class Differ:
+    """Finds the blocks in which a source differs from a state. Used by one thread at a time."""
+
+    def __init__(self, layout: Layout, *, threads: int) -> None:
+        self._layout = layout
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="diff")
+
+    def blocks(self, source: WeightSource, base: BitState) -> Iterator[Block]:
+        """Blocks of all that differs, by tensor and start if the source's boxes come so.
+
+        Raises InvalidInputError at the end unless the boxes cover every element exactly once.
+        """
+        covered = [0] * len(self._layout)
+        for box in source.boxes(self._layout):
+            covered[box.tensor] += box.box.elements
+            yield from self._diff_box(box, base)
+        short = [
+            spec.name
+            for spec, elements in zip(self._layout.tensors, covered, strict=True)
+            if elements != spec.elements
+        ]
+        if short:
+            raise InvalidInputError(
+                f"the source does not cover {len(short)} tensors exactly once: {short[:5]}",
+                kind=Kind.TENSOR_SHAPE,
+                hint="its boxes must partition every tensor of the layout",
+            )
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown(wait=True)
+
+    def _diff_box(self, source: SourceBox, state: BitState) -> Iterator[Block]:
+        layout, tensor, box = self._layout, source.tensor, source.box
+        base = state.arrays[tensor]
+        if not box.flat:
+            offsets = box.offsets_of(None, layout.tensors[tensor].element_shape)
+            block = diff_box(layout, tensor, box, base[offsets], source.bits)
+            if block is not None:
+                yield block
+            return
+        start, count = box.start[0], box.shape[0]
+
+        def diff(low: int) -> Block | None:
+            high = min(low + MAX_BOX_ELEMENTS, count)
+            old = base[start + low : start + high]
+            return diff_run(layout, tensor, start + low, old, source.bits[low:high])
+
+        if count <= MAX_BOX_ELEMENTS:  # most tensors: no thread is faster than this one
+            block = diff(0) if count else None
+            if block is not None:
+                yield block
+            return
+        lows = iter(range(0, count, MAX_BOX_ELEMENTS))
+        ahead: deque[Future[Block | None]] = deque()
+        try:
+            ahead.extend(self._pool.submit(diff, low) for low in islice(lows, 2 * self._threads))
+            while ahead:
+                block = ahead.popleft().result()
+                ahead.extend(self._pool.submit(diff, low) for low in islice(lows, 1))
+                if block is not None:
+                    yield block
+        finally:
+            for future in ahead:
+                future.cancel()
+            for future in ahead:  # nobody may still read the source when this has ended
+                if not future.cancelled():
+                    future.exception()
