@@ -17,6 +17,7 @@ from deltastore.storage.rules import check_key, check_prefix, is_key
 from deltastore.storage.s3_calls import S3Calls
 from deltastore.storage.s3_client import ConnectionSource
 from deltastore.storage.s3_reader import S3Reader
+from deltastore.storage.s3_uploads import LiveUploads, S3Uploads
 from deltastore.storage.s3_writer import S3Writer
 from deltastore.storage.store import Body, ByteRange, ObjectInfo, PutMode, PutOutcome
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from deltastore.storage.s3_settings import S3Settings
+    from deltastore.storage.uploads import IncompleteUpload
 
 _DELETE_KEYS = 1000  # the most that one request takes
 
@@ -50,7 +52,9 @@ class S3Store:
         )
         self._calls = S3Calls(settings, self._source, retrier)
         self._reader = S3Reader(self._calls)
-        self._writer = S3Writer(self._calls, self._reader)
+        live = LiveUploads()
+        self._writer = S3Writer(self._calls, self._reader, live)
+        self._uploads = S3Uploads(self._calls, live)
 
     def __repr__(self) -> str:
         return f"S3Store({self._settings.where})"
@@ -88,6 +92,14 @@ class S3Store:
         names = (self._calls.name(check_key(key)) for key in keys)
         while batch := list(islice(names, _DELETE_KEYS)):
             self._delete_batch(batch)
+
+    def incomplete_uploads(self, prefix: str) -> Iterator[IncompleteUpload]:
+        """Uploads in parts that were begun and not completed; see IncompleteUploads."""
+        return self._uploads.incomplete(check_prefix(prefix))
+
+    def abort_upload(self, upload: IncompleteUpload) -> bool:
+        """Remove the parts of one, unless it is running here or gone; see IncompleteUploads."""
+        return self._uploads.abort(upload)
 
     def close(self) -> None:
         """Wait for parts in flight and close the connections."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import zlib
+from base64 import b64encode
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.storage.retry import Retrier, RetrySchedule
-from deltastore.storage.s3_errors import BOTO_ERRORS, translate
+from deltastore.storage.s3_body import TimedBody
+from deltastore.storage.s3_errors import BOTO_ERRORS, credentials_expired, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from mypy_boto3_s3 import S3Client
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from deltastore.storage.s3_settings import S3Settings
 
 T = TypeVar("T")
+
+_PIECE_BYTES = 1 << 16  # passes in one send call on any link that is worth having
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +50,28 @@ class S3Calls:
                 hint="check endpoint and region",
             ) from err
 
-    @contextmanager
-    def permit(self, key: str | None = None) -> Iterator[S3Client]:
-        """The client, once fewer than `max_connections` requests are in flight."""
-        connection = self.connection(key)
-        with connection.permits:
-            yield connection.client
-
     def once(self, request: Callable[[S3Client], T]) -> T:
-        """One request, with boto's own errors: for callers that must look at them."""
-        with self.permit() as client:
-            return request(client)
+        """One request, with boto's own errors: for callers that must look at them.
+
+        It waits while `max_connections` are in flight, and is made again with new credentials when
+        the old ones have expired and others are to be had (S13).
+        """
+        connection = self.connection()
+        with connection.permits:
+            try:
+                return request(connection.client)
+            except BOTO_ERRORS as err:
+                expired = credentials_expired(err)
+                if not (expired and self.source.renew_credentials(connection.client)):
+                    raise
+            return request(self.connection().client)
+
+    def body(self, view: memoryview) -> bytes | IO[bytes]:
+        """What to give the client for these bytes: large ones must pass before their deadline."""
+        if len(view) <= _PIECE_BYTES:
+            return bytes(view)
+        body = TimedBody(view, clock=self.retrier.clock, deadline_s=self.settings.part_deadline_s)
+        return cast("IO[bytes]", body)  # as much of a file as the client uses
 
     def attempt(self, key: str | None, request: Callable[[S3Client], T]) -> T:
         """One request, with this library's errors."""
@@ -68,6 +83,16 @@ class S3Calls:
     def retried(self, key: str | None, request: Callable[[S3Client], T]) -> T:
         """The request, repeated as the schedule says."""
         return self.retrier.run(lambda: self.attempt(key, request))
+
+    def checksum(self, body: memoryview) -> dict[str, str]:
+        """The argument that makes the store check these bytes, where it can."""
+        if not self.settings.checksums:
+            return {}
+        return {"ChecksumCRC32": b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()}
+
+    def checksum_kind(self) -> dict[str, str]:
+        """The argument that says at the begin of an upload what its parts are checked by."""
+        return {"ChecksumAlgorithm": "CRC32"} if self.settings.checksums else {}
 
     def without_retries(self) -> S3Calls:
         """The same with one try each, for use inside a loop that retries."""

@@ -10,11 +10,12 @@ import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import boto3
 from botocore.config import Config
+from botocore.handlers import add_expect_header
 
 from deltastore.storage.rules import store_closed
 
@@ -58,6 +59,21 @@ class ConnectionSource:
                 self._connection = _connect(self._settings)
             return self._connection
 
+    def renew_credentials(self, refused: S3Client) -> bool:
+        """Read them again from where they come from; False when they were given as they are.
+
+        Keys in a file are read once, by a client that lives as long as the trainer: when somebody
+        replaces them, the old ones expire. Threads that meet this together make one new client.
+        """
+        if self._settings.access_key is not None:
+            return False
+        with self._lock:
+            current = self._connection
+            if current is not None and current.client is refused:
+                # The old client is left to the requests that run on it, and goes with the last one.
+                self._connection = replace(current, client=_client(self._settings))
+        return True
+
     def close(self) -> None:
         """Wait for running parts and close the connections."""
         with self._lock:
@@ -87,6 +103,14 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _connect(settings: S3Settings) -> Connection:
+    return Connection(
+        _client(settings),
+        threading.BoundedSemaphore(settings.max_connections),
+        ThreadPoolExecutor(settings.streams, thread_name_prefix="s3-part"),
+    )
+
+
+def _client(settings: S3Settings) -> S3Client:
     style = settings.addressing_style or ("path" if settings.endpoint_url else "auto")
     # Other stores do not look at the region, but the signature needs one.
     region = settings.region or ("us-east-1" if settings.endpoint_url else None)
@@ -97,7 +121,7 @@ def _connect(settings: S3Settings) -> Connection:
         aws_secret_access_key=settings.secret_key,
         aws_session_token=settings.session_token,
     )
-    client = session.client(
+    client: S3Client = session.client(
         "s3",
         endpoint_url=settings.endpoint_url,
         config=Config(
@@ -112,8 +136,6 @@ def _connect(settings: S3Settings) -> Connection:
             response_checksum_validation="when_required",
         ),
     )
-    return Connection(
-        client,
-        threading.BoundedSemaphore(settings.max_connections),
-        ThreadPoolExecutor(settings.streams, thread_name_prefix="s3-part"),
-    )
+    # It asks before every body whether to send it: a round trip for each part.
+    client.meta.events.unregister("before-call.s3", add_expect_header)
+    return client

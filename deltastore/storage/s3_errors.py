@@ -14,6 +14,7 @@ from urllib3.exceptions import HTTPError as Urllib3Error
 
 from deltastore.errors import DeltastoreError, InvalidInputError, Kind, NotFoundError, StorageError
 from deltastore.storage.rules import object_missing
+from deltastore.storage.s3_body import BodyTooSlowError
 
 if TYPE_CHECKING:
     from deltastore.storage.s3_settings import S3Settings
@@ -36,6 +37,15 @@ _CREDENTIALS = frozenset(
         "UnrecognizedClientException",
     }
 )
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+_DAMAGED = frozenset(
+    {
+        "BadDigest",
+        "XAmzContentChecksumMismatch",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+"""The bytes that arrived are not those that were signed or summed: send them again."""
 _THROTTLED = frozenset(
     {
         "BandwidthLimitExceeded",
@@ -87,6 +97,11 @@ def precondition_failed(err: Exception) -> bool:
     return status_of(err) == 412 or error_code(err) == "PreconditionFailed"
 
 
+def credentials_expired(err: Exception) -> bool:
+    """Whether new credentials from the same place may be accepted."""
+    return error_code(err) in _EXPIRED
+
+
 def is_ambiguous(err: Exception) -> bool:
     """Whether the request may have been carried out although it failed: no clear refusal came."""
     return not isinstance(err, ClientError) or status_of(err) >= 500 or status_of(err) == 200
@@ -110,6 +125,16 @@ def translate(err: Exception, settings: S3Settings, key: str | None) -> Deltasto
             kind=Kind.SETTING,
             key=key,
             hint="check profile, region and endpoint",
+        )
+    if isinstance(err, boto.HTTPClientError) and isinstance(
+        err.kwargs.get("error"), BodyTooSlowError
+    ):
+        return StorageError(
+            f"a body for {where} took longer than {settings.part_deadline_s:g} s: "
+            f"{err.kwargs['error']}",
+            kind=Kind.TIMEOUT,
+            key=key,
+            hint="lower `streams`, so that each has more of the link, or `part_bytes`",
         )
     if isinstance(err, _TIMEOUTS):
         return StorageError(
@@ -161,11 +186,16 @@ def _from_response(err: ClientError, settings: S3Settings, key: str | None) -> D
             hint="lower `streams`, raise `part_bytes`, or wait",
         )
     if code in _WRONG_REGION or status in {301, 307, 308}:
+        own = _own_region(err)
         return InvalidInputError(
             f"bucket {settings.bucket!r} is not in region {settings.region!r}: {said}",
             kind=Kind.SETTING,
             key=key,
-            hint="give the bucket's own region",
+            hint=f"its region is {own!r}: give that one" if own else "give the bucket's own region",
+        )
+    if code in _DAMAGED:
+        return StorageError(
+            f"bytes for {where} were damaged on their way: {said}", kind=Kind.UNAVAILABLE, key=key
         )
     if code in _CREDENTIALS or status in {401, 403}:
         return _credentials(code, said, where, key)
@@ -177,6 +207,13 @@ def _from_response(err: ClientError, settings: S3Settings, key: str | None) -> D
         key=key,
         hint="a retry will not help; see storage/PROVIDERS.md for what stores do differently",
     )
+
+
+def _own_region(err: ClientError) -> str:
+    """The region that the store says the bucket is in, or ''."""
+    headers = err.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    named = headers.get("x-amz-bucket-region") or err.response.get("Error", {}).get("Region", "")
+    return str(named)
 
 
 def _credentials(code: str, said: str, where: str, key: str | None) -> StorageError:

@@ -15,6 +15,7 @@ from deltastore.storage.parts import PartPlan, run_parts
 from deltastore.storage.rules import range_past_end
 from deltastore.storage.s3_errors import (
     BOTO_ERRORS,
+    credentials_expired,
     precondition_failed,
     status_of,
     translate,
@@ -51,7 +52,7 @@ class _Stream:
         self._connection: Connection = calls.connection(key)
         self._connection.permits.acquire()
         try:
-            response: Mapping[str, Any] = self._connection.client.get_object(**arguments)
+            response: Mapping[str, Any] = self._ask(calls, arguments)
         except BaseException:
             self._connection.permits.release()
             raise
@@ -62,6 +63,15 @@ class _Stream:
         span = _CONTENT_RANGE.fullmatch(response.get("ContentRange") or "")
         self.first_byte = int(span[1]) if span else None
         self.object_bytes = int(span[3]) if span else self.size_bytes
+
+    def _ask(self, calls: S3Calls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        client = self._connection.client
+        try:
+            return client.get_object(**arguments)
+        except BOTO_ERRORS as err:
+            if not (credentials_expired(err) and calls.source.renew_credentials(client)):
+                raise
+        return calls.connection().client.get_object(**arguments)
 
     def read_into(self, target: memoryview) -> int:
         """The next bytes; 0 at the end."""

@@ -42,7 +42,11 @@ class S3Settings:
     """Requests in flight over all threads; more wait for their turn (S10)."""
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
-    """Without a byte for so long a request has failed. A part must pass within S3's 15 min."""
+    """Without a byte for so long a request has failed."""
+    part_deadline_s: float = 600.0
+    """What sending one body may take; S3 does not take a signature older than 15 min (S12)."""
+    checksums: bool = False
+    """Send CRC-32 for the store to check. On where the probe says that it does (S3)."""
     retry: RetrySchedule = field(default_factory=RetrySchedule)
 
     def __post_init__(self) -> None:
@@ -63,9 +67,10 @@ class S3Settings:
         for name, value in (
             ("connect_timeout_s", self.connect_timeout_s),
             ("read_timeout_s", self.read_timeout_s),
+            ("part_deadline_s", self.part_deadline_s),
         ):
-            if not 0 < value <= 900:
-                raise _bad(name, value, "above 0 and at most 900 s")
+            if not 0 < value <= 840:
+                raise _bad(name, value, "above 0 and at most 840 s: S3 ends a request at 900")
 
     @property
     def url(self) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
     from deltastore.storage.s3_calls import S3Calls
-
+    from deltastore.storage.s3_uploads import LiveUploads
 
 _UPLOADS = 3  # each sends the whole body
 
@@ -48,26 +48,28 @@ class S3Writer:
 
     calls: S3Calls
     reader: S3Reader
+    live: LiveUploads
 
     def put(self, key: str, body: Body, mode: PutMode) -> PutOutcome:
         """Store `body` under `key`."""
         view = memoryview(body).cast("B")
         if len(view) <= self.calls.settings.part_bytes:
-            return self._put_whole(key, body if isinstance(body, bytes) else bytes(view), mode)
+            return self._put_whole(key, view, mode)
         return self._put_parts(key, view, mode)
 
-    def _put_whole(self, key: str, body: bytes, mode: PutMode) -> PutOutcome:
+    def _put_whole(self, key: str, body: memoryview, mode: PutMode) -> PutOutcome:
         calls = self.calls
         arguments: dict[str, Any] = {"Bucket": calls.settings.bucket, "Key": calls.name(key)}
         if mode is PutMode.CREATE:
             arguments["IfNoneMatch"] = "*"
+        arguments |= calls.checksum(body)
 
         def attempt() -> PutOutcome:
             try:
-                calls.once(lambda client: client.put_object(Body=body, **arguments))
+                calls.once(lambda client: client.put_object(Body=calls.body(body), **arguments))
             except BOTO_ERRORS as err:
                 if mode is PutMode.CREATE and precondition_failed(err):
-                    return self._already_there(key, memoryview(body))
+                    return self._already_there(key, body)
                 if mode is PutMode.CREATE and status_of(err) == 501:
                     raise StorageError(
                         f"{calls.settings.where} knows no create-only put",
@@ -114,37 +116,39 @@ class S3Writer:
 
     def _upload(self, key: str, body: memoryview, mode: PutMode, plan: PartPlan) -> PutOutcome:
         calls, settings = self.calls, self.calls.settings
-        begun = calls.retried(
-            key,
-            lambda client: client.create_multipart_upload(
-                Bucket=settings.bucket, Key=calls.name(key)
-            ),
-        )
+        arguments: dict[str, Any] = {"Bucket": settings.bucket, "Key": calls.name(key)}
+        arguments |= calls.checksum_kind()
+        begun = calls.retried(key, lambda client: client.create_multipart_upload(**arguments))
         upload = _Upload(key, begun["UploadId"], plan)
+        self.live.began(upload.upload_id)
         try:
-            tags = self._send_parts(upload, body)
-        except BaseException as err:
-            self._abort(upload, err)
-            raise
-        return self._complete(upload, body, mode, tags)
+            try:
+                sent = self._send_parts(upload, body)
+            except BaseException as err:
+                self._abort(upload, err)
+                raise
+            return self._complete(upload, body, mode, sent)
+        finally:
+            self.live.ended(upload.upload_id)
 
     def _send_parts(self, upload: _Upload, body: memoryview) -> list[CompletedPartTypeDef]:
         calls, settings = self.calls, self.calls.settings
-        tags: dict[int, str] = {}
+        sent: dict[int, CompletedPartTypeDef] = {}
 
         def send(index: int) -> None:
             part = upload.plan.part(index)
-            # Copied here, on the thread that sends it: at most `streams` copies exist (S20).
-            piece = bytes(body[part.start : part.end])
+            piece = body[part.start : part.end]  # a view: parts in flight cost no copy (S20)
+            checksum = calls.checksum(piece)
+            arguments: dict[str, Any] = {
+                "Bucket": settings.bucket,
+                "Key": calls.name(upload.key),
+                "UploadId": upload.upload_id,
+                "PartNumber": index + 1,
+                **checksum,
+            }
             response = calls.retried(
                 upload.key,
-                lambda client: client.upload_part(
-                    Bucket=settings.bucket,
-                    Key=calls.name(upload.key),
-                    UploadId=upload.upload_id,
-                    PartNumber=index + 1,
-                    Body=piece,
-                ),
+                lambda client: client.upload_part(Body=calls.body(piece), **arguments),
             )
             tag = response.get("ETag")
             if not tag:
@@ -154,21 +158,23 @@ class S3Writer:
                     key=upload.key,
                     hint="use another store; see storage/PROVIDERS.md",
                 )
-            tags[index] = tag
+            sent[index] = {"ETag": tag, "PartNumber": index + 1}
+            if checksum:
+                sent[index]["ChecksumCRC32"] = checksum["ChecksumCRC32"]
 
         pool = calls.connection(upload.key).pool
         run_parts(pool, upload.plan.parts, send, window=settings.streams)
-        return [{"ETag": tags[i], "PartNumber": i + 1} for i in range(upload.plan.parts)]
+        return [sent[index] for index in range(upload.plan.parts)]
 
     def _complete(
-        self, upload: _Upload, body: memoryview, mode: PutMode, tags: list[CompletedPartTypeDef]
+        self, upload: _Upload, body: memoryview, mode: PutMode, sent: list[CompletedPartTypeDef]
     ) -> PutOutcome:
         calls = self.calls
         arguments: dict[str, Any] = {
             "Bucket": calls.settings.bucket,
             "Key": calls.name(upload.key),
             "UploadId": upload.upload_id,
-            "MultipartUpload": {"Parts": tags},
+            "MultipartUpload": {"Parts": sent},
         }
         if mode is PutMode.CREATE:
             arguments["IfNoneMatch"] = "*"

@@ -8,74 +8,58 @@ from __future__ import annotations
 
 import http.client
 import socket
+import struct
 import threading
 from dataclasses import dataclass, field
+from email.utils import formatdate, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
+from deltastore.clock import SystemClock
+from deltastore.testing.s3_proxy_actions import (
+    Before,
+    CutBody,
+    CutRequest,
+    DateLater,
+    DropRequest,
+    DropResponse,
+    FlipBit,
+    ProxyAction,
+    ProxyRule,
+    ReadSlowly,
+    Reply,
+    Stall,
+    Strip,
+    Twice,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-_HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "date", "server"})
+__all__ = [
+    "Before",
+    "CutBody",
+    "CutRequest",
+    "DateLater",
+    "DropRequest",
+    "DropResponse",
+    "FlipBit",
+    "ProxyAction",
+    "ProxyRule",
+    "ReadSlowly",
+    "Reply",
+    "S3Proxy",
+    "Seen",
+    "Stall",
+    "Strip",
+    "Twice",
+]
+
+_HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "server"})
 _UPSTREAM_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class DropRequest:
-    """The connection breaks before the server has seen the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class DropResponse:
-    """The server carries the request out, the connection breaks before it has answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class CutBody:
-    """The answer promises its whole body and breaks off after `keep_bytes`."""
-
-    keep_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The client gets this answer; the server sees the request only if `forwarded`."""
-
-    status: int
-    code: str = ""
-    message: str = ""
-    forwarded: bool = False
-
-    def body(self) -> bytes:
-        """The answer as S3 writes errors."""
-        if not self.code:
-            return b""
-        return (
-            f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{self.code}</Code>'
-            f"<Message>{self.message}</Message></Error>"
-        ).encode()
-
-
-@dataclass(frozen=True, slots=True)
-class Before:
-    """Something happens before the request goes through: a rival writes, a server dies."""
-
-    action: Callable[[], None]
-
-
-ProxyAction: TypeAlias = DropRequest | DropResponse | CutBody | Reply | Before
-
-
-@dataclass(frozen=True, slots=True)
-class ProxyRule:
-    """From the `nth` request (from 1) with this method and text in its target, `times` of them."""
-
-    method: str
-    contains: str
-    action: ProxyAction
-    nth: int = 1
-    times: int = 1
+_STALL_S = 60.0
+_SLOW_READS_PER_S = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +130,19 @@ class S3Proxy:
             return self._state.most_in_flight
 
     def add(
-        self, method: str, contains: str, action: ProxyAction, *, nth: int = 1, times: int = 1
+        self,
+        method: str,
+        contains: str,
+        action: ProxyAction,
+        *,
+        nth: int = 1,
+        times: int = 1,
+        signed: str = "",
     ) -> None:
         """Add a rule; its requests are counted from now."""
+        rule = ProxyRule(method, contains, action, nth, times, signed)
         with self._state.lock:
-            self._state.rules.append((ProxyRule(method, contains, action, nth, times), [0]))
+            self._state.rules.append((rule, [0]))
 
     def forget(self) -> None:
         """Drop all rules and what was seen."""
@@ -175,12 +167,15 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         """Any method: the rules decide."""
         state = self.state
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        action = self._action(length)
         with state.lock:
             state.in_flight += 1
             state.most_in_flight = max(state.most_in_flight, state.in_flight)
         try:
-            self._act(self._action(body), body)
+            body = self._read_body(length, action)
+            if body is not None:
+                self._act(action, body)
         except OSError:
             self.close_connection = True  # the client went away, as tests make it do
         finally:
@@ -192,36 +187,64 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Quiet: the test looks at `seen`."""
 
-    def _action(self, body: bytes) -> ProxyAction | None:
+    def _action(self, length: int) -> ProxyAction | None:
         chosen: ProxyAction | None = None
+        headers = {name.lower(): value for name, value in self.headers.items()}
         with self.state.lock:
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            self.state.seen.append(Seen(self.command, self.path, headers, len(body)))
+            self.state.seen.append(Seen(self.command, self.path, headers, length))
             for rule, count in self.state.rules:
-                if rule.method == self.command and rule.contains in self.path:
+                if rule.is_about(self.command, self.path, headers.get("authorization", "")):
                     count[0] += 1
                     if chosen is None and rule.nth <= count[0] < rule.nth + rule.times:
                         chosen = rule.action
         return chosen
 
+    def _read_body(self, length: int, action: ProxyAction | None) -> bytes | None:
+        if isinstance(action, CutRequest):
+            self.rfile.read(min(length, action.keep_bytes))
+            self._reset()
+            return None
+        if not isinstance(action, ReadSlowly):
+            return self.rfile.read(length)
+        clock, body = SystemClock(), bytearray()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        while len(body) < length:
+            piece = self.rfile.read(
+                min(length - len(body), max(1, int(action.bytes_per_s / _SLOW_READS_PER_S)))
+            )
+            if not piece:
+                return None
+            body += piece
+            clock.sleep_s(1 / _SLOW_READS_PER_S)
+        return bytes(body)
+
     def _act(self, action: ProxyAction | None, body: bytes) -> None:
         if isinstance(action, DropRequest):
             self._hang_up()
-        elif isinstance(action, Reply):
+            return
+        if isinstance(action, Reply):
             if action.forwarded:
                 self._forward(body)
             self._answer(action.status, {"Content-Type": "application/xml"}, action.body())
+            return
+        if isinstance(action, Before):
+            action.action()
+        if isinstance(action, Twice):
+            self._forward(body)
+        if isinstance(action, FlipBit) and action.of_request:
+            body = _flipped(body, action.at_byte)
+        hidden = action.header if isinstance(action, Strip) else None
+        status, headers, answer = self._forward(body, hidden)
+        if isinstance(action, FlipBit) and not action.of_request:
+            answer = _flipped(answer, action.at_byte)
+        if isinstance(action, DateLater):
+            headers["Date"] = _later(headers["Date"], action.seconds)
+        if isinstance(action, DropResponse):
+            self._hang_up()
         else:
-            if isinstance(action, Before):
-                action.action()
-            status, headers, answer = self._forward(body)
-            if isinstance(action, DropResponse):
-                self._hang_up()
-            else:
-                cut = action.keep_bytes if isinstance(action, CutBody) else None
-                self._answer(status, headers, answer, cut)
+            self._answer(status, headers, answer, action)
 
-    def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def _forward(self, body: bytes, hidden: str | None = None) -> tuple[int, dict[str, str], bytes]:
         host, port = self.state.upstream
         connection = http.client.HTTPConnection(host, port, timeout=_UPSTREAM_TIMEOUT_S)
         try:
@@ -229,31 +252,68 @@ class _Handler(BaseHTTPRequestHandler):
                 self.command, self.path, skip_host=True, skip_accept_encoding=True
             )
             for name, value in self.headers.items():
-                connection.putheader(name, value)
+                if name.lower() != hidden:
+                    connection.putheader(name, value)
             connection.endheaders(body or None)
             response = connection.getresponse()
             answer = response.read()
-            headers = {n: v for n, v in response.getheaders() if n.lower() not in _HOP_BY_HOP}
+            headers = {
+                n.title(): v for n, v in response.getheaders() if n.lower() not in _HOP_BY_HOP
+            }
             return response.status, headers, answer
         finally:
             connection.close()
 
     def _answer(
-        self, status: int, headers: Mapping[str, str], body: bytes, cut: int | None = None
+        self,
+        status: int,
+        headers: Mapping[str, str],
+        body: bytes,
+        action: ProxyAction | None = None,
     ) -> None:
-        self.send_response(status)
+        self.send_response_only(status)
         for name, value in headers.items():
             if name.lower() != "content-length":
                 self.send_header(name, value)
         length = headers.get("Content-Length") if self.command == "HEAD" else None
         self.send_header("Content-Length", length or str(len(body)))
         self.end_headers()
+        keep = action.keep_bytes if isinstance(action, CutBody | Stall) else len(body)
         if self.command != "HEAD":
-            self.wfile.write(body if cut is None else body[:cut])
-        if cut is not None and cut < len(body):
+            self.wfile.write(body[:keep])
+        if keep >= len(body):
+            return
+        if isinstance(action, Stall):
+            self.wfile.flush()
+            self.connection.settimeout(_STALL_S)
+            self.connection.recv(1)  # until the client has had enough of it
+            self.close_connection = True
+        elif isinstance(action, CutBody) and action.reset:
+            self._reset()
+        else:
             self._hang_up()
 
     def _hang_up(self) -> None:
         self.close_connection = True
         self.wfile.flush()
         self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _reset(self) -> None:
+        self.close_connection = True
+        self.wfile.flush()
+        # Without lingering, a close is a reset; the handler's files keep the socket until then.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.rfile.close()
+        self.connection.close()
+
+
+def _flipped(body: bytes, at_byte: int) -> bytes:
+    if at_byte >= len(body):
+        return body
+    flipped = bytearray(body)
+    flipped[at_byte] ^= 1
+    return bytes(flipped)
+
+
+def _later(date: str, seconds: float) -> str:
+    return formatdate(parsedate_to_datetime(date).timestamp() + seconds, usegmt=True)

@@ -1,0 +1,59 @@
+"""A part whose time is counted whole never passes a slow link; one not counted may hang for ever.
+
+The socket's timeout is the time that one send call may take in all: a part handed over in one piece
+must pass within the connect timeout, which a slow link never does. Handed over in small pieces each
+of them has that time; how long the whole part may take is a deadline of its own, below the 15
+minutes after which S3 no longer takes its signature (S12). Nothing is copied but the piece.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deltastore.clock import Clock
+
+
+class BodyTooSlowError(Exception):
+    """The deadline passed before the body was sent."""
+
+
+class TimedBody:
+    """A view as the file that botocore wants, readable until the deadline.
+
+    Args:
+        view: what is sent; it may be read more than once (to sign it, then to send it).
+        deadline_s: from now, by the clock.
+    """
+
+    def __init__(self, view: memoryview, *, clock: Clock, deadline_s: float) -> None:
+        self._view = view
+        self._at = 0
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._started_s = clock.monotonic_s()
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next bytes, b'' at the end."""
+        if self._clock.monotonic_s() - self._started_s > self._deadline_s:
+            raise BodyTooSlowError(
+                f"{self._at} of {len(self._view)} bytes in {self._deadline_s:g} s"
+            )
+        end = len(self._view) if size is None or size < 0 else self._at + size
+        piece = bytes(self._view[self._at : end])
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move, as files do."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._view)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
