@@ -107,8 +107,11 @@ class ActorConfig:
     region: str
     engine: str = "transformers"
     leases_at_once: int = 2  # decoded as one batch
-    lease_s: float = 60.0
-    max_lease_s: float = 300.0
+    lease_s: float = 60.0  # asked for while its own speed is unknown, and at most
+    min_lease_s: float = (
+        10.0  # a fast actor's lease outlives a pause of its machine; lease_s limits it
+    )
+    max_lease_s: float = 300.0  # with all renewals
     heartbeat_ttl_s: float = 15.0  # three heartbeats fit in it
     idle_s: float = 0.25  # between looks for work while there is none
     drain_max_s: float = 30.0
@@ -124,6 +127,7 @@ class ActorConfig:
         _whole(self, "leave_poisoned_after", 1, 64)
         _positive(self, "lease_s", "max_lease_s", "heartbeat_ttl_s", "idle_s", "drain_max_s")
         _positive(self, "catch_up_s")
+        _positive(self, "min_lease_s")
         require(self.max_lease_s >= self.lease_s, "max_lease_s", self.max_lease_s, ">= lease_s")
 
 

@@ -79,7 +79,10 @@ class Pace:
         factor = min(1.0, self.factor + (1 - ALPHA) / RECOVERY_LEASES) if kept else self.factor
         pace = replace(self, factor=factor, cursor_s=sample.at_s)
         if not sample.counts:
-            return pace
+            # The first lease after a join, of an actor whose speed is known: it was away, and so
+            # briefly that nobody saw it missing.
+            been_here = self.ema.tokens_per_s is not None and self.factor >= 1.0
+            return pace.rejoined() if been_here else pace
         points = self.points
         if kept and math.isfinite(sample.elapsed_s):
             point = (float(sample.tokens), max(sample.elapsed_s, MIN_ELAPSED_S))

@@ -46,6 +46,11 @@ class RedisLine:
         """The next answer of the server is lost with its connection; its effect stays."""
         self._lose_next.set()
 
+    @property
+    def losing(self) -> bool:
+        """Whether the next answer will be lost."""
+        return self._lose_next.is_set()
+
     def cut(self) -> None:
         """Break every connection there is now."""
         with self._lock:

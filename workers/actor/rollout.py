@@ -22,6 +22,7 @@ from deltastore.events import ResultSettled
 from deltastore.ids import new_token
 from deltastore.storage.store import PutMode
 from workers.actor.engine import GenerationStopped, Prompt
+from workers.actor.lease_length import LeaseLength
 from workers.payload import JobPayload
 from workers.results import Provenance, RolloutResult, pack
 
@@ -51,6 +52,8 @@ class HeldLease:
     lease: Lease
     payload: JobPayload
     taken_s: float
+    asked_s: float
+    """How long it was asked for, and will be again."""
 
     @property
     def deadline_s(self) -> float:
@@ -84,14 +87,15 @@ class RolloutWorker:
         self._may_go_on = may_go_on
         self._clock = clock
         self._sink = sink
+        self._length = LeaseLength(settings)
         self.tokens_per_s = 0.0
 
     def take(self, active: ActiveVersion) -> list[HeldLease]:
         """Lease up to `leases_at_once` jobs at `active`; CoordinationError when Redis is away."""
         held: list[HeldLease] = []
         for _ in range(self._settings.leases_at_once):
-            taken_s = self._clock.monotonic_s()
-            lease = self._grant(active)
+            taken_s, asked_s = self._clock.monotonic_s(), self._length.ask_s()
+            lease = self._grant(active, asked_s)
             if lease is None:
                 break
             try:
@@ -100,7 +104,7 @@ class RolloutWorker:
                 # Handed back it would come again at once; expired it is parked at the third time.
                 _LOG.warning("job %s cannot be read: %s", lease.job_id, err)
                 continue
-            held.append(HeldLease(lease, payload, taken_s))
+            held.append(HeldLease(lease, payload, taken_s, asked_s))
         return held
 
     def work(self, held: Sequence[HeldLease]) -> list[Settled]:
@@ -110,6 +114,9 @@ class RolloutWorker:
         try:
             made = self._engine.generate(prompts, _Renewal(self, held).progress)
         except GenerationStopped:
+            now_s = self._clock.monotonic_s()
+            if all(now_s > item.deadline_s for item in held):  # too slow, not told to stop
+                self._length.note(held, 0, now_s - started_s, now_s)
             self._hand_back(held)
             return []
         answers = [
@@ -118,8 +125,10 @@ class RolloutWorker:
             if (answer := self._deliver(item, completions)) is not None
         ]
         tokens = sum(len(row) for completions in made for row in completions.tokens)
-        elapsed_s = self._clock.monotonic_s() - started_s
+        ended_s = self._clock.monotonic_s()
+        elapsed_s = ended_s - started_s
         if elapsed_s > 0:
+            self._length.note(held, tokens, elapsed_s, ended_s)
             rate = tokens / elapsed_s
             old = self.tokens_per_s or rate
             self.tokens_per_s = RATE_KEPT * old + (1 - RATE_KEPT) * rate
@@ -131,11 +140,11 @@ class RolloutWorker:
             item.lease.job_id,
             item.lease.token,
             tokens_done,
-            self._settings.lease_s,
+            item.asked_s,
             self._settings.max_lease_s,
         )
 
-    def _grant(self, active: ActiveVersion) -> Lease | None:
+    def _grant(self, active: ActiveVersion, asked_s: float) -> Lease | None:
         token = new_token()
 
         def ask() -> Lease | None:
@@ -143,7 +152,7 @@ class RolloutWorker:
                 self._settings.actor_id,
                 active.version,
                 active.policy_hash,
-                self._settings.lease_s,
+                asked_s,
                 token,
             )
 

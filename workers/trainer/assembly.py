@@ -26,6 +26,7 @@ from workers.trainer.fleet import Fleet
 from workers.trainer.jobs import JobTable, Policy, PolicyLedger
 from workers.trainer.loop import Trainer, TrainerStopped
 from workers.trainer.optimizer import MasterOptimizer, OptimizerSettings
+from workers.trainer.rates import RateSnapshot
 from workers.trainer.steady import Steady
 from workers.trainer.tasks import Sums
 from workers.weights import join, read_whole, rebuild
@@ -130,7 +131,7 @@ def _assemble(
         vocabulary=int(live.model.config.vocab_size),
     )
     steady = Steady(around.clock, settings.outage_max_s)
-    fleet = Fleet(around.coordination)
+    fleet = Fleet(around.coordination, RateSnapshot(home, around.clock))
     dispatcher = Dispatcher(
         around.coordination,
         around.regions,

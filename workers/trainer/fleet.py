@@ -6,9 +6,10 @@ enough to work, and who came back after a loss.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deltastore.coordination.backend import ActorState
+from deltastore.coordination.backend import MAX_ACTORS, ActorState
 from deltastore.scheduling.gate import eligible
 from deltastore.scheduling.pace import Pace, shares
 from deltastore.scheduling.split import Deal, deal
@@ -16,19 +17,27 @@ from deltastore.scheduling.split import Deal, deal
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from deltastore.coordination.backend import Coordination, Member
+    from deltastore.coordination.backend import Coordination, Member, Throughput
+    from workers.trainer.rates import RateSnapshot
 
 _WORKING = (ActorState.ACTIVE, ActorState.JOINING)
+MAX_REMEMBERED = 2 * MAX_ACTORS  # paces of actors that are here or may come back
 AVERAGE_TTL_S = 3600.0  # an older average says nothing of today's machine
 
 
 class Fleet:
-    """The speeds of the actors of one run. Used from the trainer's loop only."""
+    """The speeds of the actors of one run. Used from the trainer's loop only.
 
-    def __init__(self, coordination: Coordination) -> None:
+    Args:
+        snapshot: speeds that outlive Redis and this process; None: they do not.
+    """
+
+    def __init__(self, coordination: Coordination, snapshot: RateSnapshot | None = None) -> None:
         self._coordination = coordination
+        self._snapshot = snapshot
         self._paces: dict[str, Pace] = {}
-        self._lost: set[str] = set()
+        """Of everybody seen so far; who was here last comes last."""
+        self._away: set[str] = set()
 
     def split(
         self,
@@ -69,28 +78,32 @@ class Fleet:
     def _observe(self, members: Sequence[Member]) -> None:
         throughput = self._coordination.throughput()
         now_s = self._coordination.now_s()
-        paces: dict[str, Pace] = {}
-        for member in members:
-            actor_id = member.actor_id
-            known = throughput.get(actor_id)
-            pace = self._paces.get(actor_id, Pace())
-            if known is not None:
-                if pace.ema.tokens_per_s is None and known.tokens_per_s is not None:
-                    restored = pace.ema.restored(known.tokens_per_s, now_s)
-                    pace = Pace(restored, pace.points, pace.factor, pace.cursor_s)
-                pace = pace.fold(known.samples)
-            if member.state is ActorState.LOST:
-                self._lost.add(actor_id)
-            elif actor_id in self._lost:
-                self._lost.discard(actor_id)
+        here = {m.actor_id for m in members if m.state is not ActorState.LOST}
+        for actor_id in here:
+            pace = self._paces.pop(actor_id, None)
+            if pace is not None and actor_id in self._away:
                 pace = pace.rejoined()
-            paces[actor_id] = pace
-        self._paces = paces
-        self._lost &= set(paces)
+            known = throughput.get(actor_id)
+            pace = self._restored(actor_id, pace or Pace(), known, now_s)
+            self._paces[actor_id] = pace if known is None else pace.fold(known.samples)
+        while len(self._paces) > MAX_REMEMBERED:
+            del self._paces[next(iter(self._paces))]
+        self._away = self._paces.keys() - here
         averages = {
-            actor_id: pace.ema.tokens_per_s
-            for actor_id, pace in paces.items()
-            if pace.ema.tokens_per_s is not None
+            actor_id: rate
+            for actor_id in here
+            if (rate := self._paces[actor_id].ema.tokens_per_s) is not None
         }
         if averages:
             self._coordination.set_throughput(averages, AVERAGE_TTL_S)
+            if self._snapshot is not None:
+                self._snapshot.keep(averages)
+
+    def _restored(self, actor_id: str, pace: Pace, known: Throughput | None, now_s: float) -> Pace:
+        """The pace, started from a stored average where this trainer has measured nothing yet."""
+        if pace.ema.tokens_per_s is not None:
+            return pace
+        stored = None if known is None else known.tokens_per_s
+        if stored is None and self._snapshot is not None:
+            stored = self._snapshot.recall(actor_id)
+        return pace if stored is None else replace(pace, ema=pace.ema.restored(stored, now_s))
