@@ -65,7 +65,8 @@ def plane_cost(seen: Array, sampled: Any, total: Any) -> Any:
     for symbol in range(256):
         c = seen[symbol]
         if c:
-            coded += c * max(log_sampled - log2_fixed(c), 256)
+            # A sample looks more orderly than what it is drawn from, by 0.72 bits for each symbol.
+            coded += c * max(log_sampled - log2_fixed(c), 256) + 184
             tables += 4
             common = max(common, c)
     matched = (sampled - common) * 28
@@ -81,6 +82,25 @@ def count_gaps(indices: Array, begin: Any, end: Any, least: Any) -> Any:
     for i in range(after.size):
         count += np.int64(np.int64(after[i]) - np.int64(before[i]) > least)
     return count
+
+
+@kernel
+def sampled_planes(
+    before: Array, after: Array, stride: Any, low_seen: Array, high_seen: Array
+) -> Any:
+    """About how many bits the two planes of these gaps take, from every `stride`-th of them."""
+    low_seen[:] = 0
+    high_seen[:] = 0
+    sampled = 0
+    for i in range(0, after.size, stride):
+        g = np.int64(after[i]) - np.int64(before[i]) - 1
+        if g > ESCAPE:
+            g = np.int64(ESCAPE)
+        low_seen[g & 255] += 1
+        high_seen[g >> 8] += 1
+        sampled += 1
+    total = after.size + 1
+    return plane_cost(low_seen, sampled, total) + plane_cost(high_seen, sampled, total)
 
 
 @kernel
@@ -157,18 +177,10 @@ def index_costs(indices: Array, ends: Array, elements: Array, costs: Array) -> A
         costs[block, COST_WIDE_BYTES] = wide
         planes: Any = 16 * n
         if n >= MIN_PLANE_CHANGES:
-            stride = max(n // PLANE_SAMPLES, 1)
-            low_seen[:] = 0
-            high_seen[:] = 0
-            sampled = 0
-            for i in range(0, after.size, stride):
-                g = np.int64(after[i]) - np.int64(before[i]) - 1
-                if g > ESCAPE:
-                    g = np.int64(ESCAPE)
-                low_seen[g & 255] += 1
-                high_seen[g >> 8] += 1
-                sampled += 1
-            planes = plane_cost(low_seen, sampled, n) + plane_cost(high_seen, sampled, n)
+            stride = n // PLANE_SAMPLES + 1
+            planes = sampled_planes(before, after, stride, low_seen, high_seen)
+            if stride > 1 and planes < best:
+                planes = sampled_planes(before, after, 1, low_seen, high_seen)
         costs[block, COST_PLANE_BITS] = planes + wide * 8
         begin = end
     return -1

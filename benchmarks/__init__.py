@@ -1,0 +1,1 @@
+"""Measurements, each against its baseline in one run: `make bench-NAME` runs `NAME.py` here."""
