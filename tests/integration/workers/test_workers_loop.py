@@ -137,6 +137,25 @@ def test_actors_end_at_the_trainers_bits(make_fleet: Callable[..., Fleet]) -> No
     assert len(fleet.seen(VersionActivated)) >= 2
 
 
+def test_without_lag_sampler_and_learner_agree_at_every_step(
+    make_fleet: Callable[..., Fleet],
+) -> None:
+    """With max_policy_lag 0 a token is learned at the weights that sampled it: ratio 1, KL 0."""
+    fleet = make_fleet(trainer=small_trainer(max_policy_lag=0, wait_for_actors=1))
+    fleet.create()
+    fleet.start_actor("a1")
+    fleet.start_trainer()
+    finish(fleet, "a1")
+    steps = fleet.seen(StepTrained)
+    assert [(event.step, event.lag_max, event.samples) for event in steps] == [
+        (1, 0, 16),
+        (2, 0, 16),
+        (3, 0, 16),
+    ]
+    assert all(event.mismatch_kl < 1e-6 for event in steps)
+    assert all(event.ratio_max < 1.001 for event in steps)
+
+
 def test_the_same_on_real_servers(
     make_fleet: Callable[..., Fleet], s3_server: SeaweedServer, redis_server: RedisServer
 ) -> None:

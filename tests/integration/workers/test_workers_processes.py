@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from deltastore.testing.servers import RedisServer
 
 ROOT = Path(__file__).resolve().parents[3]
-END_S = 120.0
+END_S = 180.0
 
 
 class Site:
@@ -97,9 +97,7 @@ def site(tmp_path: Path, redis_server: RedisServer) -> Iterator[Site]:
 def test_trainer_and_actors_as_processes(site: Site) -> None:
     """Files in, exit code 0 out: events, final states and reports lie in the run's folder."""
     site.create()
-    trainer = site.start(
-        "trainer", "trainer", site.config(trainer=small_trainer(steps=2, actors_wait_s=60.0))
-    )
+    trainer = site.start("trainer", "trainer", site.config(trainer=small_trainer(steps=2)))
     actors = {
         name: site.start(
             "actor",
