@@ -99,7 +99,5 @@ def _parse(document: object) -> Floor | None:
                 raises.append(Raise(floor, at_ms))
             case _:
                 return None
-    ordered = all(
-        a.floor <= b.floor and a.at_ms <= b.at_ms for a, b in pairwise(raises)
-    )
+    ordered = all(a.floor <= b.floor and a.at_ms <= b.at_ms for a, b in pairwise(raises))
     return Floor(tuple(raises)) if ordered else None

@@ -124,6 +124,7 @@ class _Journey:
         self._run = run
         self._target = target
         self._held = held
+        self._proved = False  # whether what is held was read from the bucket, and proved
         self._streams = streams
         self._progress = progress or _ignore
         self._cost = cost
@@ -194,7 +195,10 @@ class _Journey:
                 if err.kind in {Kind.BUCKET_MISSING, Kind.RUN_MISSING}:
                     raise
                 self._cause = self._cause or err
-                self._avoid.add(step.edge)
+                if err.kind is Kind.FINGERPRINT and step.base is not None and not self._proved:
+                    self._held = None  # the caller's state is not what it says: blame it first
+                else:
+                    self._avoid.add(step.edge)
                 return False
             self._taken.append(step)
         return True
@@ -203,7 +207,7 @@ class _Journey:
         """Move to the step's version; a failure in the middle leaves nothing held."""
         if step.base is None:
             state = fetch_whole(self._run, step, streams=self._streams, progress=self._count)
-            self._held = Held(state, ActiveVersion.of(step.target))
+            self._held, self._proved = Held(state, ActiveVersion.of(step.target)), True
             return
         if self._held is None:
             raise IntegrityError(
@@ -216,9 +220,9 @@ class _Journey:
                 application.add(blocks)
                 self._count(sizes[number])
             application.finish()
-        except DeltastoreError as err:
-            if application.touched or err.kind is Kind.FINGERPRINT:
-                self._held = None  # half of one version and half of another, or not what it says
+        except DeltastoreError:
+            if application.touched:
+                self._held = None  # half of one version and half of another
             raise
         self._held = Held(self._held.state, ActiveVersion.of(step.target))
 

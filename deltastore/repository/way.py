@@ -278,6 +278,14 @@ def find_way(
 
     Raises NotFoundError(version_missing) when none is left, or what `walk_down` raises.
     """
-    found = survey(run, version, held=held, streams=streams, avoid=avoid, trusted=trusted)
-    base = None if found.held is None else found.held.version
-    return found.choose(run, base=base, version=version, cost=cost, trusted=trusted)
+    avoided = set(avoid)
+    while True:
+        found = survey(run, version, held=held, streams=streams, avoid=avoided, trusted=trusted)
+        base = None if found.held is None else found.held.version
+        try:
+            return found.choose(run, base=base, version=version, cost=cost, trusted=trusted)
+        except NotFoundError as err:
+            # A listed anchor that does not hold ended the survey too early: look further down.
+            if err.kind is not Kind.VERSION_MISSING or found.avoid == avoided:
+                raise
+            avoided = found.avoid
