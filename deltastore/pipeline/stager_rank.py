@@ -1,0 +1,201 @@
+"""An engine that downloads is an engine that waits: a rank takes what its host's stager has staged.
+
+The rank's side of the spool, with the methods of `Follower`, so that an actor may use either. It
+says where its weights are, looks at the stager's offers, maps and checks what is offered in the
+background, and hands it to the applier at a safe point.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from deltastore import errors
+from deltastore.errors import DeltastoreError, Kind, StorageError
+from deltastore.pipeline.spool import HeldLock, RankNote, SpoolFolder, is_locked, map_update
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deltastore.clock import Clock
+    from deltastore.format.layout import Layout
+    from deltastore.pipeline.spool import Offer
+    from deltastore.pipeline.staged import StagedUpdate
+    from deltastore.repository.points import ActiveVersion
+
+LOOK_S = 0.1
+
+
+class StagedFeed:
+    """What a host's stager has for one rank. Thread-safe.
+
+    Args:
+        folder: in which the stager works.
+        rank: this process's name on this host; two processes cannot have the same.
+        active: the version that the rank's weights are at.
+        catch_up_s: how long `catch_up` waits for the stager.
+
+    Raises InvalidInputError(lease_held) when another process has the name.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        active: ActiveVersion,
+        *,
+        rank: str,
+        clock: Clock,
+        catch_up_s: float = 120.0,
+    ) -> None:
+        self._folder = SpoolFolder(folder)
+        self._layout = layout
+        self._rank = rank
+        self._clock = clock
+        self._catch_up_s = catch_up_s
+        self._held = HeldLock(self._folder.rank_lock(rank), what=f"the rank name {rank!r}")
+        self._lock = threading.Lock()
+        self._note = RankNote(active)
+        self._staged: StagedUpdate | None = None
+        self._head_seen = active.version
+        self._error: DeltastoreError | None = None
+        self._current = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._folder.write_note(rank, self._note)
+
+    @property
+    def head_seen(self) -> int:
+        """The newest version that the stager knows of."""
+        return self._head_seen
+
+    @property
+    def tip(self) -> ActiveVersion:
+        """The newest version staged or active."""
+        staged = self._staged
+        return self._note.active if staged is None else staged.target
+
+    @property
+    def error(self) -> DeltastoreError | None:
+        """What keeps the stager from going on, until it goes on."""
+        return self._error
+
+    def staged(self) -> StagedUpdate | None:
+        """What is ready for activation; it stays staged."""
+        return self._staged
+
+    def take(self) -> StagedUpdate | None:
+        """Take what is staged, to activate it; on failure call `reset`."""
+        with self._lock:
+            update, self._staged = self._staged, None
+            if update is not None:
+                self._say(RankNote(update.target, self._note.attempt))
+        return update
+
+    def reset(self, active: ActiveVersion) -> None:
+        """Begin again from `active`: what was staged or taken is fetched anew."""
+        with self._lock:
+            self._staged = None
+            self._say(RankNote(active, self._note.attempt + 1))
+
+    def poll(self) -> bool:
+        """Look at the stager's offer; return whether something new is staged.
+
+        Raises what keeps it from being staged.
+        """
+        try:
+            new = self._look()
+        except DeltastoreError as err:
+            self._error = err
+            raise
+        return new
+
+    def catch_up(self) -> None:
+        """Wait until the stager has staged all there is, or its spool is full.
+
+        Raises StorageError(timeout) when it does not come to that, or what keeps it from it.
+        """
+        deadline_s = self._clock.monotonic_s() + self._catch_up_s
+        while not self._stop.is_set():
+            self.poll()
+            if self._error is not None:
+                raise self._error
+            if self._current:
+                return
+            if self._clock.monotonic_s() >= deadline_s:
+                raise StorageError(
+                    f"the stager had not staged everything after {self._catch_up_s} s",
+                    kind=Kind.TIMEOUT,
+                    hint="see its log; it may be far behind, or its spool full",
+                )
+            self._clock.wait(self._stop, LOOK_S)
+
+    def start(self) -> None:
+        """Look in a background thread until `stop`."""
+        self._thread = threading.Thread(target=self._watch, name="stager-feed", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop looking, and let the stager know that this rank is gone."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._held.close()
+
+    def _look(self) -> bool:
+        if not is_locked(self._folder.stager_lock):
+            raise StorageError(
+                f"no stager works in {self._folder.path}",
+                kind=Kind.UNAVAILABLE,
+                hint="start `python -m workers.stager` on this host",
+            )
+        offer = self._folder.read_offer(self._rank)
+        with self._lock:
+            note, staged = self._note, self._staged
+        if offer is None or offer.note != note:
+            self._current = False
+            return False
+        self._head_seen = max(self._head_seen, offer.head_seen)
+        self._error = _trouble(offer)
+        spooled = offer.update
+        if spooled is None or (staged is not None and staged.target == spooled.target):
+            self._current = offer.current
+            return False
+        try:
+            update = map_update(spooled, self._layout, note.active)
+        except StorageError:
+            if self._folder.read_offer(self._rank) == offer:
+                raise
+            return False  # it was replaced meanwhile by one that leads further
+        with self._lock:
+            if self._note != note:
+                return False  # `take` or `reset` came in between
+            self._staged = update
+        self._current = offer.current
+        return True
+
+    def _say(self, note: RankNote) -> None:
+        self._note = note
+        self._current = False
+        self._folder.write_note(self._rank, note)
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if self.poll():
+                    continue
+            except DeltastoreError as err:
+                self._error = err  # shown to the actor; tried again after the wait
+            self._clock.wait(self._stop, LOOK_S)
+
+
+def _trouble(offer: Offer) -> DeltastoreError | None:
+    """The stager's trouble as the error it was there."""
+    if offer.trouble is None:
+        return None
+    name, kind, message = offer.trouble
+    found = getattr(errors, name, None)
+    known = {member.value: member for member in Kind}
+    if not (isinstance(found, type) and issubclass(found, DeltastoreError)) or kind not in known:
+        return DeltastoreError(message, kind=Kind.UNAVAILABLE)
+    return found(message, kind=known[kind], hint="see the stager's log")
