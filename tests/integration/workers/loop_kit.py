@@ -152,7 +152,7 @@ class Fleet:
         self.threads[name].join(JOIN_S)
         assert not self.threads[name].is_alive(), f"{name} is still running"
         if name in self.failures:
-            raise self.failures[name]
+            raise self.failures.pop(name)  # told once; `until` tells of the others
         return self.reports[name]
 
     def until(self, true: Callable[[], bool]) -> None:
