@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from deltastore.clock import SystemClock
 from deltastore.testing.checkpoints import TinyShape, tiny_checkpoint
 from deltastore.testing.servers import RedisServer, SeaweedServer
 
@@ -96,17 +97,44 @@ def test_the_whole_demo_holds(tiny_model: Path, runs_dir: Path) -> None:
 
 
 def test_ctrl_c_stops_everything(tiny_model: Path, runs_dir: Path) -> None:
-    """SIGINT in the middle ends servers and workers, and says so with exit code 130."""
+    """SIGINT ends servers and workers, and says so with exit code 130."""
     demo = _start(tiny_model, runs_dir, "--steps", "2000")
     assert demo.stdout is not None
-    for line in demo.stdout:
-        if "joined at version" in line:
-            break
+    _wait_for_workers(runs_dir)
     demo.send_signal(signal.SIGINT)
-    rest = demo.stdout.read()
-    assert demo.wait(timeout=60) == 130, rest
-    assert "interrupted" in rest
+    said = demo.stdout.read()
+    assert demo.wait(timeout=60) == 130, said
+    assert "interrupted" in said
     demo.stdout.close()
+
+
+def test_a_worker_that_dies_ends_the_demo_by_name(tiny_model: Path, runs_dir: Path) -> None:
+    """A trainer that is lost is exit code 1, its name, and a page that says so."""
+    demo = _start(tiny_model, runs_dir, "--steps", "2000")
+    assert demo.stdout is not None
+    _wait_for_workers(runs_dir)["trainer"].kill()
+    said = demo.stdout.read()
+    assert demo.wait(timeout=60) == 1, said
+    assert "trainer ended with exit code -9" in said
+    (folder,) = runs_dir.iterdir()
+    assert "the demo ran to its end" in (folder / "report.html").read_text()
+    demo.stdout.close()
+
+
+def _wait_for_workers(runs_dir: Path) -> dict[str, psutil.Process]:
+    """The trainer and three actors of the only run, by name, once all are started."""
+    clock = SystemClock()
+    deadline_s = clock.monotonic_s() + WITHIN_S
+    while True:
+        found = {}
+        for process in psutil.process_iter(["cmdline"]):
+            last = (process.info["cmdline"] or [""])[-1]
+            if last.startswith(str(runs_dir)) and "/config/" in last:
+                found[Path(last).stem] = process
+        if len(found) == 4:
+            return found
+        assert clock.monotonic_s() < deadline_s, f"only {sorted(found)} were started"
+        clock.sleep_s(0.05)
 
 
 @pytest.mark.parametrize(
