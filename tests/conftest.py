@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from moto.server import ThreadedMotoServer
 
 from deltastore.testing.servers import RedisServer, SeaweedServer
 
@@ -62,6 +63,16 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServe
 def s3_bucket(s3_server: SeaweedServer) -> str:
     """The name of a new, empty bucket on `s3_server`."""
     return s3_server.create_bucket(f"test-{secrets.token_hex(6)}")
+
+
+@pytest.fixture(scope="session")
+def moto_endpoint() -> Iterator[str]:
+    """moto's own HTTP server in a thread: it checks no signature, and takes any keys."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
 
 
 @pytest.fixture(scope="session")

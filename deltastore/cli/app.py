@@ -235,6 +235,34 @@ def replay(
 
 
 @app.command()
+def probe(
+    store_url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="Where runs shall be: s3://bucket/prefix or file:///absolute/folder.",
+            show_default=False,
+        ),
+    ],
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, max=1000, help="Races of each kind.")
+    ] = 4,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try out what a store does, and whether it can be the home of a run."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.probe import probe_url
+
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    probe_url(store_url, connection, rounds=rounds, output=Output(as_json))
+
+
+@app.command()
 def verify(
     run_url: RunUrl,
     deep: Annotated[

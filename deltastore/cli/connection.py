@@ -45,6 +45,13 @@ class Connection:
         """
         _refuse_password_in(run_url)
         store_url, name = split_run_url(run_url)
+        with self.store_at(store_url, streams=streams) as store:
+            yield store, name
+
+    @contextmanager
+    def store_at(self, store_url: str, *, streams: int = 8) -> Iterator[ObjectStore]:
+        """The store at that URL; closed at the end of the block."""
+        _refuse_password_in(store_url)
         if (self.access_key_env is None) != (self.secret_key_env is None):
             raise InvalidInputError(
                 "--access-key-env and --secret-key-env belong together",
@@ -62,7 +69,7 @@ class Connection:
             clock=SystemClock(),
         )
         try:
-            yield store, name
+            yield store
         finally:
             store.close()
 
@@ -91,7 +98,7 @@ def _refuse_password_in(run_url: str) -> None:
     authority = run_url.partition("://")[2].partition("/")[0]
     if ":" in authority.rpartition("@")[0]:
         raise InvalidInputError(
-            "the run URL has a password in it",
+            "the URL has a password in it",
             kind=Kind.URL,
             hint="take it out; use --profile, or --access-key-env and --secret-key-env",
         )

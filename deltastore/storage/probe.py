@@ -1,14 +1,16 @@
 """Some stores accept If-None-Match and ignore it: two trainers then both commit version 7 (S2).
 
 What a run's home must do is tried out before the first version, with real requests, two of them
-racing; a store that fails may be a relay, never a home.
+racing; a store that fails may be a relay, never a home. What is good to know, and nothing depends
+on, is tried too: a store says what more there is by `probe_more`.
 """
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from deltastore.errors import (
     ConflictError,
@@ -20,6 +22,10 @@ from deltastore.errors import (
 )
 from deltastore.ids import new_token
 from deltastore.storage.store import ByteRange, ObjectStore, PutMode, PutOutcome
+from deltastore.storage.wrapper import StoreWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PROBE_PREFIX = ".probe/"
 _RACE_WAIT_S = 30.0
@@ -44,9 +50,11 @@ class ProbeReport:
     absent_is_404: Finding
     ranged_reads: Finding
     listing_order: Finding
+    more: Mapping[str, Finding] = field(default_factory=dict)
+    """What only this kind of store can be asked; a home needs none of it."""
 
-    def findings(self) -> dict[str, Finding]:
-        """By name, in the order in which they were tried."""
+    def required(self) -> dict[str, Finding]:
+        """What a home must do, by name, in the order in which it was tried."""
         return {
             "absent_is_404": self.absent_is_404,
             "read_after_write": self.read_after_write,
@@ -56,10 +64,29 @@ class ProbeReport:
             "listing_order": self.listing_order,
         }
 
+    def findings(self) -> dict[str, Finding]:
+        """Everything, by name, in the order in which it was tried."""
+        return {**self.required(), **self.more}
 
-def probe_store(store: ObjectStore, *, race_rounds: int = 4) -> ProbeReport:
+    @property
+    def may_be_home(self) -> bool:
+        """Whether all that a home must do was found to work."""
+        return all(found.ok for found in self.required().values())
+
+
+@runtime_checkable
+class ProbesMore(Protocol):
+    """A store that can be asked more than every other one."""
+
+    def probe_more(self, prefix: str, race_rounds: int) -> Mapping[str, Finding]:
+        """Findings by name; whatever is written lies under `prefix`, and the caller deletes it."""
+        ...
+
+
+def probe_store(store: ObjectStore, *, race_rounds: int = 4, ask_more: bool = False) -> ProbeReport:
     """Try the store out under `.probe/<random>/`, and delete what was written.
 
+    With `ask_more` also what a home does not need (`ProbeReport.more`), which takes as long again.
     Refused credentials, a missing bucket and a store that does not answer are raised: then nothing
     can be found out.
     """
@@ -73,9 +100,43 @@ def probe_store(store: ObjectStore, *, race_rounds: int = 4) -> ProbeReport:
             create_only_race=probe.create_only_race(race_rounds),
             ranged_reads=probe.ranged_reads(),
             listing_order=probe.listing_order(),
+            more=probe.more(race_rounds) if ask_more else {},
         )
     finally:
         store.delete(probe.written)
+        if ask_more:
+            store.delete([info.key for info in store.list(probe.prefix)])
+
+
+@runtime_checkable
+class ChecksBodies(Protocol):
+    """A store that can refuse a body that was damaged on its way."""
+
+    def enable_checksums(self, prefix: str) -> Finding:
+        """Try it under `prefix`, and send checksums from now on if it works."""
+        ...
+
+
+def enable_checksums(store: ObjectStore) -> Finding:
+    """Let the store check every body that it gets from now on, if it is one that does.
+
+    Without it a body that was damaged on its way is found only by the first who reads it: some
+    stores do not even check the digest that the request was signed with.
+    """
+    inner = _unwrapped(store)
+    if not isinstance(inner, ChecksBodies):
+        return Finding(False, "it takes no checksums")
+    prefix = f"{PROBE_PREFIX}{new_token()}/"
+    try:
+        return inner.enable_checksums(prefix)
+    finally:
+        store.delete([info.key for info in store.list(prefix)])
+
+
+def _unwrapped(store: ObjectStore) -> ObjectStore:
+    while isinstance(store, StoreWrapper):
+        store = store.inner
+    return store
 
 
 def creates_atomically(store: ObjectStore) -> bool:
@@ -85,7 +146,7 @@ def creates_atomically(store: ObjectStore) -> bool:
 
 def require_home(report: ProbeReport) -> None:
     """Raise StorageError(no_conditional_put) unless the store can be a run's home."""
-    failed = {name: found for name, found in report.findings().items() if not found.ok}
+    failed = {name: found for name, found in report.required().items() if not found.ok}
     if not failed:
         return
     notes = "; ".join(f"{name}: {found.note}" for name, found in failed.items())
@@ -109,16 +170,16 @@ class _Probe:
 
     def __init__(self, store: ObjectStore, prefix: str) -> None:
         self._store = store
-        self._prefix = prefix
+        self.prefix = prefix
         self.written: list[str] = []
 
     def _key(self, name: str) -> str:
-        key = self._prefix + name
+        key = self.prefix + name
         self.written.append(key)
         return key
 
     def absent_is_404(self) -> Finding:
-        key = self._prefix + "absent"
+        key = self.prefix + "absent"
         for what, call in (("get", self._store.get), ("head", self._store.head)):
             try:
                 call(key)
@@ -191,17 +252,23 @@ class _Probe:
         keys = [self._key(f"list/{number:010}") for number in (9, 100, 11, 1, 10)]
         for key in keys:
             self._store.put(key, b"", mode=PutMode.OVERWRITE)
-        listed = [info.key for info in self._store.list(self._prefix + "list/")]
+        listed = [info.key for info in self._store.list(self.prefix + "list/")]
         if sorted(listed) != sorted(keys):
             return Finding(False, "a listing right after the writes was not complete")
         after = [
-            i.key for i in self._store.list(self._prefix + "list/", start_after=sorted(keys)[1])
+            i.key for i in self._store.list(self.prefix + "list/", start_after=sorted(keys)[1])
         ]
         if after != sorted(keys)[2:]:
             return Finding(False, "a listing does not begin after the key that was asked for")
         if listed != sorted(keys):
             return Finding(False, "listings are not in the order of the keys' bytes")
         return Finding(True, "listings are complete and in order")
+
+    def more(self, race_rounds: int) -> Mapping[str, Finding]:
+        store = _unwrapped(self._store)
+        if not isinstance(store, ProbesMore):
+            return {}
+        return store.probe_more(self.prefix, race_rounds)
 
     def _try_create(self, key: str, body: bytes) -> Finding | None:
         try:

@@ -14,8 +14,9 @@ from deltastore.clock import Clock, SystemClock
 from deltastore.errors import Kind, StorageError
 from deltastore.storage.retry import Jitter, Retrier
 from deltastore.storage.rules import check_key, check_prefix, is_key
-from deltastore.storage.s3_calls import S3Calls
+from deltastore.storage.s3_calls import S3Calls, Switch
 from deltastore.storage.s3_client import ConnectionSource
+from deltastore.storage.s3_probe import S3Probe
 from deltastore.storage.s3_reader import S3Reader
 from deltastore.storage.s3_uploads import LiveUploads, S3Uploads
 from deltastore.storage.s3_writer import S3Writer
@@ -24,6 +25,7 @@ from deltastore.storage.store import Body, ByteRange, ObjectInfo, PutMode, PutOu
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from deltastore.storage.probe import Finding
     from deltastore.storage.s3_settings import S3Settings
     from deltastore.storage.uploads import IncompleteUpload
 
@@ -50,7 +52,7 @@ class S3Store:
         retrier = Retrier(
             settings.retry, clock or SystemClock(), jitter or random.SystemRandom().random
         )
-        self._calls = S3Calls(settings, self._source, retrier)
+        self._calls = S3Calls(settings, self._source, retrier, Switch(settings.checksums))
         self._reader = S3Reader(self._calls)
         live = LiveUploads()
         self._writer = S3Writer(self._calls, self._reader, live)
@@ -100,6 +102,16 @@ class S3Store:
     def abort_upload(self, upload: IncompleteUpload) -> bool:
         """Remove the parts of one, unless it is running here or gone; see IncompleteUploads."""
         return self._uploads.abort(upload)
+
+    def probe_more(self, prefix: str, race_rounds: int) -> Mapping[str, Finding]:
+        """What the probe asks S3 stores beside the rest; see ProbesMore."""
+        return S3Probe(self._calls, prefix).findings(race_rounds)
+
+    def enable_checksums(self, prefix: str) -> Finding:
+        """Send checksums from now on, if the store checks them; see ChecksBodies."""
+        finding = S3Probe(self._calls, prefix).checksums()
+        self._calls.checksums.on = self._calls.checksums.on or finding.ok
+        return finding
 
     def close(self) -> None:
         """Wait for parts in flight and close the connections."""

@@ -25,6 +25,13 @@ T = TypeVar("T")
 _PIECE_BYTES = 1 << 16  # passes in one send call on any link that is worth having
 
 
+@dataclass(slots=True)
+class Switch:
+    """What may be turned on after a store was opened."""
+
+    on: bool
+
+
 @dataclass(frozen=True, slots=True)
 class S3Calls:
     """How this store makes requests."""
@@ -32,6 +39,8 @@ class S3Calls:
     settings: S3Settings
     source: ConnectionSource
     retrier: Retrier
+    checksums: Switch
+    """Whether the store gets a checksum to check with every body."""
 
     def name(self, key: str) -> str:
         """The key in the bucket."""
@@ -86,13 +95,13 @@ class S3Calls:
 
     def checksum(self, body: memoryview) -> dict[str, str]:
         """The argument that makes the store check these bytes, where it can."""
-        if not self.settings.checksums:
+        if not self.checksums.on:
             return {}
         return {"ChecksumCRC32": b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()}
 
     def checksum_kind(self) -> dict[str, str]:
         """The argument that says at the begin of an upload what its parts are checked by."""
-        return {"ChecksumAlgorithm": "CRC32"} if self.settings.checksums else {}
+        return {"ChecksumAlgorithm": "CRC32"} if self.checksums.on else {}
 
     def without_retries(self) -> S3Calls:
         """The same with one try each, for use inside a loop that retries."""

@@ -46,7 +46,7 @@ class S3Settings:
     part_deadline_s: float = 600.0
     """What sending one body may take; S3 does not take a signature older than 15 min (S12)."""
     checksums: bool = False
-    """Send CRC-32 for the store to check. On where the probe says that it does (S3)."""
+    """Send CRC-32 for the store to check (S3); `enable_checksums` finds out whether it does."""
     retry: RetrySchedule = field(default_factory=RetrySchedule)
 
     def __post_init__(self) -> None:

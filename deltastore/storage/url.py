@@ -34,6 +34,7 @@ def open_store(
     session_token: str | None = None,
     streams: int = 8,
     part_bytes: int = 8 * MIB,
+    checksums: bool = False,
     clock: Clock | None = None,
 ) -> ObjectStore:
     """The store at `url`: `s3://bucket/prefix`, `file:///folder`, or any other fsspec URL.
@@ -54,6 +55,7 @@ def open_store(
                 session_token=session_token,
                 streams=streams,
                 part_bytes=part_bytes,
+                checksums=checksums,
             ),
             clock=clock,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from deltastore.storage.fs import FileStore
 from deltastore.storage.fsspec_store import FsspecStore
@@ -80,16 +79,6 @@ class TestS3StoreOnSeaweedfs(StoreTests):
         )
         yield store
         store.close()
-
-
-@pytest.fixture(scope="module")
-def moto_endpoint() -> Iterator[str]:
-    """moto's own HTTP server in a thread."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
 
 
 class TestS3StoreOnMoto(StoreTests):

@@ -17,7 +17,7 @@ from deltastore.cli.app import app
 from deltastore.cli.group import error_document
 from deltastore.errors import ConflictError, Kind
 
-COMMANDS = ["diff", "apply", "init", "publish", "log", "show", "replay", "verify"]
+COMMANDS = ["diff", "apply", "init", "publish", "log", "show", "replay", "probe", "verify"]
 START = "from deltastore.cli import main; main()"
 ERROR_KEYS = ["kind", "class", "message", "run", "version", "key", "hint", "exit_code"]
 

@@ -105,10 +105,14 @@ def test_a_real_s3_server_may_be_home(s3_server: SeaweedServer, s3_bucket: str) 
             secret_key=s3_server.secret_key,
         )
     )
-    report = probe_store(store, race_rounds=2)
-    assert all(found.ok for found in report.findings().values()), report
+    report = probe_store(StoreWrapper(store), race_rounds=2, ask_more=True)
+    assert report.may_be_home, report
+    assert set(report.more) == {"create_only_complete", "create_only_complete_race", "checksums"}
+    assert report.more["create_only_complete"].ok
+    assert report.more["checksums"].ok
     require_home(report)
     assert list(store.list("")) == []
+    assert list(store.incomplete_uploads("")) == []
     store.close()
 
 
