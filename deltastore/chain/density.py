@@ -8,7 +8,7 @@ import numpy as np
 
 from deltastore.format.indices import planned_bits
 from deltastore.format.kernels_base import frozen
-from deltastore.format.kernels_index import plane_cost
+from deltastore.format.kernels_cost import plane_cost
 from deltastore.format.kernels_values import estimated_step_bits
 from deltastore.format.values import StepValues, to_planes
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltastore.errors import FormatError, InvalidInputError, Kind
+from deltastore.format import kernels_cost
 from deltastore.format import kernels_index as kernels
 from deltastore.format.kernels_base import frozen
 from deltastore.format.streams import (
@@ -75,17 +76,17 @@ _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 def plan_indices(indices: NDArray[np.uint32], ends: Numbers, elements: Numbers) -> IndexPlan:
     """Choose each block's encoding; InvalidInputError(order) names a block with bad indices."""
-    costs = np.zeros((ends.size, kernels.COST_COLUMNS), np.int64)
-    bad = kernels.index_costs(frozen(indices), frozen(ends), frozen(elements), costs)
+    costs = np.zeros((ends.size, kernels_cost.COST_COLUMNS), np.int64)
+    bad = kernels_cost.index_costs(frozen(indices), frozen(ends), frozen(elements), costs)
     if bad >= 0:
         raise InvalidInputError(
             f"indices of sparse block {bad} are not strictly increasing inside its box",
             kind=Kind.ORDER,
         )
     counts = np.diff(ends, prepend=0)
-    rice_bytes = (costs[:, kernels.COST_RICE_BITS] + 7) // 8
-    leb_bytes = costs[:, kernels.COST_LEB_BYTES]
-    plane_bytes = (costs[:, kernels.COST_PLANE_BITS] + 7) // 8
+    rice_bytes = (costs[:, kernels_cost.COST_RICE_BITS] + 7) // 8
+    leb_bytes = costs[:, kernels_cost.COST_LEB_BYTES]
+    plane_bytes = (costs[:, kernels_cost.COST_PLANE_BITS] + 7) // 8
     encodings = np.full(ends.size, int(IndexEncoding.RICE), np.int64)
     encodings[leb_bytes < rice_bytes] = IndexEncoding.LEB128
     saved = np.maximum(np.minimum(rice_bytes, leb_bytes) - plane_bytes, 0)
@@ -96,23 +97,23 @@ def plan_indices(indices: NDArray[np.uint32], ends: Numbers, elements: Numbers) 
     planes = encodings == IndexEncoding.GAP16
     return IndexPlan(
         encodings,
-        np.where(rice, costs[:, kernels.COST_RICE_PARAMETER], 0),
+        np.where(rice, costs[:, kernels_cost.COST_RICE_PARAMETER], 0),
         int(rice_bytes[rice].sum()),
         int(leb_bytes[leb].sum()),
         int(counts[planes].sum()),
-        int(costs[planes, kernels.COST_WIDE_BYTES].sum()),
+        int(costs[planes, kernels_cost.COST_WIDE_BYTES].sum()),
     )
 
 
 def planned_bits(indices: NDArray[np.uint32], elements: int) -> int:
     """About how many bits the indices of one block take in their best encoding."""
     ends = np.array([indices.size], np.int64)
-    costs = np.zeros((1, kernels.COST_COLUMNS), np.int64)
-    kernels.index_costs(frozen(indices), frozen(ends), frozen(np.array([elements])), costs)
+    costs = np.zeros((1, kernels_cost.COST_COLUMNS), np.int64)
+    kernels_cost.index_costs(frozen(indices), frozen(ends), frozen(np.array([elements])), costs)
     row = costs[0].tolist()
-    rice_bits = int(row[kernels.COST_RICE_BITS])
-    leb_bits = 8 * int(row[kernels.COST_LEB_BYTES])
-    return min(rice_bits, leb_bits, int(row[kernels.COST_PLANE_BITS]))
+    rice_bits = int(row[kernels_cost.COST_RICE_BITS])
+    leb_bits = 8 * int(row[kernels_cost.COST_LEB_BYTES])
+    return min(rice_bits, leb_bits, int(row[kernels_cost.COST_PLANE_BITS]))
 
 
 def encode_gaps(

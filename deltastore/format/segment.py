@@ -14,11 +14,8 @@ import numpy as np
 
 from deltastore.errors import FormatError, IntegrityError, InvalidInputError, Kind
 from deltastore.format.block import Block, ValueKind
-from deltastore.format.box import MAX_BOX_ELEMENTS, Box
-from deltastore.format.disjoint import check_boxes
 from deltastore.format.fingerprint import Fingerprint
 from deltastore.format.frames import (
-    KIND_NUMBERS,
     VALUE_KINDS,
     FrameColumns,
     decode_frame,
@@ -29,11 +26,18 @@ from deltastore.format.indices import IndexEncoding, Numbers
 from deltastore.format.kernels_base import frozen
 from deltastore.format.kernels_values import estimated_step_bits
 from deltastore.format.layout import Layout, require_same_layout
+from deltastore.format.segment_checks import (
+    DEFAULT_LIMITS,
+    DecodeLimits,
+    check_blocks,
+    check_geometry,
+    columns_of,
+    tensors_of,
+)
 from deltastore.format.segment_table import (
     MAX_BLOCKS,
     FrameRow,
     SegmentTable,
-    layout_columns,
     read_forms,
     read_table,
     write_table,
@@ -43,6 +47,24 @@ from deltastore.ids import MAX_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+__all__ = [
+    "BYTE_ORDER",
+    "DEFAULT_LEVEL",
+    "DEFAULT_LIMITS",
+    "FORMAT_VERSION",
+    "HEADER",
+    "HEADER_BYTES",
+    "MAGIC",
+    "DecodeLimits",
+    "DecodedSegment",
+    "SegmentIdentity",
+    "SegmentStats",
+    "decode_segment",
+    "encode_segment",
+    "estimated_bytes",
+    "segment_encodings",
+]
 
 MAGIC = b"\x89DSSEG\r\n"
 BYTE_ORDER = 0xFEFF
@@ -61,19 +83,6 @@ class SegmentIdentity:
     layout_digest: str
     base_version: int
     version: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """What a reader is ready to hold of one segment.
-
-    Args:
-        max_table_bytes: of its table before compression (a full one of runs is about 3 MiB).
-        max_decoded_bytes: of indices and values (a segment of 32 MiB holds about 160 MiB).
-    """
-
-    max_table_bytes: int = 32 << 20
-    max_decoded_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +117,6 @@ class _Header:
     body_bytes: int
 
 
-DEFAULT_LIMITS = DecodeLimits()
-
-
 def encode_segment(
     layout: Layout,
     identity: SegmentIdentity,
@@ -136,11 +142,11 @@ def encode_segment(
             hint=f"at most {MAX_BLOCKS}: use more segments",
         )
     blocks = sorted(blocks, key=lambda b: (b.tensor, b.box.start))
-    tensors = _tensors_of(layout, blocks)
-    columns = _columns_of(layout, tensors, blocks)
+    tensors = tensors_of(layout, blocks)
+    columns = columns_of(layout, tensors, blocks)
     boxes = [block.box for block in blocks]
-    _check_blocks(blocks, columns)
-    _check_boxes(layout, tensors, boxes, columns)
+    check_blocks(blocks, columns)
+    check_geometry(layout, tensors, boxes, columns)
     packer = Packer(level)
     frames: list[FrameRow] = []
     body: list[bytes] = []
@@ -230,81 +236,6 @@ def estimated_bytes(block: Block) -> int:
     if block.kind is ValueKind.STEPS:
         value_bits = int(estimated_step_bits(frozen(block.values)))
     return (index_bits + value_bits) // 8 + 64
-
-
-def _tensors_of(layout: Layout, blocks: Sequence[Block]) -> Numbers:
-    tensors = np.array([block.tensor for block in blocks], np.int64)
-    if ((tensors < 0) | (tensors >= len(layout))).any():
-        raise InvalidInputError("a block names a tensor beyond the layout", kind=Kind.FIELD)
-    return tensors
-
-
-def _columns_of(layout: Layout, tensors: Numbers, blocks: Sequence[Block]) -> FrameColumns:
-    return FrameColumns(
-        np.array([KIND_NUMBERS[block.kind] for block in blocks], np.int64),
-        layout_columns(layout).element_bits[tensors],
-        np.array([block.values.size for block in blocks], np.int64),
-        np.array([block.box.elements for block in blocks], np.int64),
-        np.zeros(len(blocks), np.int64),
-        np.zeros(len(blocks), np.int64),
-    )
-
-
-def _check_blocks(blocks: Sequence[Block], columns: FrameColumns) -> None:
-    widths = columns.element_bits.tolist()
-    sizes = columns.elements.tolist()
-    for block, bits, elements in zip(blocks, widths, sizes, strict=True):
-        dense = block.kind is ValueKind.DENSE
-        indices = block.indices
-        if (
-            block.values.dtype.kind != "u"
-            or block.values.itemsize * 8 != bits
-            or block.values.ndim != 1
-            or dense != (indices is None)
-            or not 0 < block.values.size <= elements <= MAX_BOX_ELEMENTS
-            or (dense and block.values.size != elements)
-            or (
-                indices is not None
-                and (indices.dtype != np.uint32 or indices.shape != block.values.shape)
-            )
-        ):
-            raise InvalidInputError(
-                f"block of tensor {block.tensor} at {block.box} is malformed: {block.kind.name},"
-                f" {block.values.dtype} values {block.values.shape}, indices"
-                f" {None if indices is None else (indices.dtype, indices.shape)}",
-                kind=Kind.FIELD,
-                hint=f"boxes have 1 to {MAX_BOX_ELEMENTS} elements, sparse blocks a change",
-            )
-    if columns.decoded_bytes() > DEFAULT_LIMITS.max_decoded_bytes:
-        raise InvalidInputError(
-            f"segment would decode to {columns.decoded_bytes()} bytes",
-            kind=Kind.LIMIT,
-            hint=f"at most {DEFAULT_LIMITS.max_decoded_bytes}: use more segments",
-        )
-
-
-def _check_boxes(
-    layout: Layout, tensors: Numbers, boxes: Sequence[Box], columns: FrameColumns
-) -> None:
-    is_run = [b.flat and len(b.start) == 1 and len(b.shape) == 1 for b in boxes]
-    for tensor, box, run in zip(tensors.tolist(), boxes, is_run, strict=True):
-        if not run and not box.fits(layout.tensors[tensor].element_shape):
-            raise InvalidInputError(
-                f"box {box} leaves tensor {layout.tensors[tensor].name!r}", kind=Kind.BOX
-            )
-    runs = np.array(is_run, bool)
-    starts = np.array([b.start[0] for b, run in zip(boxes, is_run, strict=True) if run], np.int64)
-    ends = starts + columns.elements[runs]
-    owner = tensors[runs]
-    if ((starts < 0) | (ends > layout_columns(layout).elements[owner])).any():
-        raise InvalidInputError("a run leaves its tensor", kind=Kind.BOX)
-    if ((owner[1:] == owner[:-1]) & (starts[1:] < ends[:-1])).any():
-        raise InvalidInputError("runs of a tensor overlap", kind=Kind.BOX)
-    if not runs.all():
-        try:
-            check_boxes(tensors, boxes)
-        except FormatError as err:
-            raise InvalidInputError(err.message, kind=err.kind) from err
 
 
 def _stream_bytes(columns: FrameColumns) -> Numbers:

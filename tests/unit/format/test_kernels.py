@@ -23,8 +23,9 @@ from deltastore.format.indices import (
     plan_indices,
 )
 from deltastore.format.kernels_base import frozen
+from deltastore.format.kernels_cost import COST_COLUMNS, index_costs, log2_fixed
 from deltastore.format.kernels_diff import scan_changes
-from deltastore.format.kernels_index import COST_COLUMNS, PADDING_BYTES, index_costs, log2_fixed
+from deltastore.format.kernels_index import PADDING_BYTES
 from deltastore.format.layout import BitState, Layout, TensorEntry
 from deltastore.format.mixing import (
     fingerprint_change,
