@@ -14,9 +14,11 @@ from deltastore.format.dtypes import DType
 from deltastore.format.fingerprint import ZERO
 from deltastore.format.kernels_apply import gather, gather_change, locate, scatter
 from deltastore.format.kernels_base import Array, frozen
+from deltastore.format.kernels_cost import plane_cost
 from deltastore.format.kernels_diff import scan_changes
 from deltastore.format.kernels_fingerprint import mix_change, mix_places, mix_run
 from deltastore.format.kernels_merge import is_increasing, merge_changes
+from deltastore.format.kernels_values import estimated_step_bits
 from deltastore.format.layout import Layout, TensorEntry
 from deltastore.format.segment import SegmentIdentity, decode_segment, encode_segment
 
@@ -52,6 +54,8 @@ def _warm_width(old: Array, new: Array) -> None:
     row = frozen(np.array([2, 2], np.int64))
     locate(frozen(some), frozen(wide[:2]), row, row, np.empty(4, np.int64))
     mix_run(frozen(old), 0)
+    estimated_step_bits(frozen(new))
+    plane_cost(frozen(np.ones(256, np.int64)), 256, 256)
     mix_places(frozen(wide), frozen(old[:4]))
     mix_change(frozen(wide), 0, frozen(old[:4]), frozen(new[:4]), 4)
     kinds = np.zeros(4, np.uint8)

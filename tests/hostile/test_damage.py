@@ -33,7 +33,7 @@ LAYOUT = Layout.build(
     [
         TensorEntry("scattered", DType.BF16, (3000,)),
         TensorEntry("clustered", DType.BF16, (200_000,)),
-        TensorEntry("few", DType.F32, (4 << 20,)),
+        TensorEntry("few", DType.F32, (1 << 19,)),
         TensorEntry("dense", DType.U8, (16, 40)),
     ]
 )
@@ -52,7 +52,7 @@ def sample() -> tuple[BitState, BitState, bytes]:
     new.arrays[0][where] += generator.choice(np.array([1, 65535, 3, 700], np.uint16), where.size)
     rows = np.concatenate([np.arange(900), 70_000 + np.arange(900), 150_000 + np.arange(900)])
     new.arrays[1][rows] += np.uint16(1)
-    gaps = np.array([0, 127, 120, 16383, 3, 100, 16384, 90, 2097150, 64, 127, 110])
+    gaps = np.array([0, 127, 120, 16383, 3, 100, 16384, 90, 400_000, 64, 127, 110])
     new.arrays[2][np.cumsum(gaps + 1) - 1] += np.uint32(70_000)
     new.arrays[3].reshape(16, 40)[3:9, 4:] = 9
     blocks = [
