@@ -22,7 +22,18 @@ from deltastore.format.indices import (
     plan_indices,
 )
 from deltastore.format.kernels_index import PADDING_BYTES
-from deltastore.format.streams import MAX_FRAME_BYTES, RICE_CODES, Bytes, Packer, StreamRow, unpack
+from deltastore.format.streams import (
+    GAP16_HIGH,
+    GAP16_LOW,
+    GAP16_WIDE,
+    LEB128_GAPS,
+    MAX_FRAME_BYTES,
+    RICE_CODES,
+    Bytes,
+    Packer,
+    StreamRow,
+    unpack,
+)
 from deltastore.format.values import ENCODINGS
 
 if TYPE_CHECKING:
@@ -38,6 +49,7 @@ FRAME_BYTES = 256 << 10
 VALUE_KINDS = (ValueKind.STEPS, ValueKind.BITS, ValueKind.DENSE)
 """Value kinds by their number in the format."""
 KIND_NUMBERS = {kind: number for number, kind in enumerate(VALUE_KINDS)}
+GAPS = frozenset({LEB128_GAPS, GAP16_LOW, GAP16_HIGH, GAP16_WIDE})
 _DENSE = KIND_NUMBERS[ValueKind.DENSE]
 _WIDTHS = (8, 16, 32, 64)
 
@@ -119,7 +131,7 @@ def encode_frame(
     stored: list[bytes] = []
     for stream, raw in streams:
         # Rice codes have no redundancy that zstd could find.
-        packed = packer.pack(raw, try_zstd=stream != RICE_CODES)
+        packed = raw.tobytes() if stream == RICE_CODES else packer.pack(raw, repeats=stream in GAPS)
         rows.append(StreamRow(stream, raw.size, len(packed)))
         stored.append(packed)
     return rows, stored

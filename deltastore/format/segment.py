@@ -73,7 +73,7 @@ HEADER = struct.Struct("<8sHHI32sQQIIQIIQ")
 HEADER_BYTES = HEADER.size
 FINGERPRINT_BYTES = 16
 DEFAULT_LEVEL = 1
-"""zstd level: higher ones gain nothing on streams that have little but order-0 redundancy."""
+"""zstd level of streams that may repeat; higher ones find nothing more in most updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def encode_segment(
         body += stored
         begin = end
     table = write_table(tensors, boxes, columns, frames)
-    packed_table = packer.pack(table)
+    packed_table = packer.pack(table, repeats=True)
     header = HEADER.pack(
         MAGIC,
         BYTE_ORDER,

@@ -34,6 +34,9 @@ LAST_STREAM = 0x7F
 MAX_FRAME_BYTES = 64 << 20
 """Most bytes the streams of one frame may have before compression."""
 
+SMALLEST_PACKED_BYTES = 16
+"""The frame of zstd alone takes about so much: shorter streams are not tried."""
+
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -52,23 +55,41 @@ def width_class(element_bits: int) -> int:
 
 
 class Packer:
-    """Packs the streams of one segment. Not shared between threads: zstd contexts are not."""
+    """Packs the streams of one segment. Not shared between threads: zstd contexts are not.
 
-    __slots__ = ("_compressor",)
+    Most streams have uneven bytes and no repeats. Short matches, which zstd finds in them by
+    accident, cost more than they save and take most of its time: for those streams it is told to
+    look for long ones only. Gaps may repeat from row to row, so they are packed both ways.
+    """
+
+    __slots__ = ("_even", "_repeating")
 
     def __init__(self, level: int) -> None:
-        self._compressor = zstandard.ZstdCompressor(
-            level=level, write_checksum=False, write_content_size=True, write_dict_id=False
+        long_matches = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST,
+            window_log=19,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            write_content_size=True,
+            write_checksum=False,
+            write_dict_id=False,
+        )
+        self._even = zstandard.ZstdCompressor(compression_params=long_matches)
+        self._repeating = zstandard.ZstdCompressor(
+            level=level, write_content_size=True, write_checksum=False, write_dict_id=False
         )
 
-    def pack(self, raw: Bytes | bytes, *, try_zstd: bool = True) -> bytes:
+    def pack(self, raw: Bytes | bytes, *, repeats: bool = False) -> bytes:
         """The stored form: zstd where that is smaller."""
         view = raw.data if isinstance(raw, np.ndarray) else memoryview(raw)
-        if try_zstd and len(view) > 16:
-            packed = self._compressor.compress(view)
-            if len(packed) < len(view):
-                return packed
-        return bytes(view)
+        best: bytes | memoryview = view
+        if len(view) > SMALLEST_PACKED_BYTES:
+            for compressor in (self._even, self._repeating)[: 1 + repeats]:
+                packed = compressor.compress(view)
+                best = packed if len(packed) < len(best) else best
+        return bytes(best)
 
 
 def unpack(stored: memoryview, raw_bytes: int, *, what: str, padding_bytes: int = 0) -> Bytes:
