@@ -240,3 +240,13 @@ EventSink: TypeAlias = Callable[[Event], None]
 
 def discard(event: Event) -> None:
     """An EventSink that keeps nothing."""
+
+
+def both(first: EventSink, second: EventSink) -> EventSink:
+    """An EventSink that passes every event to two."""
+
+    def sink(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return sink

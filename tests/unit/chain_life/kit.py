@@ -171,6 +171,6 @@ class Chain:
         point = ActiveVersion.of(load_manifest(self.run, version))
         return Held(self.states[version].copy(), point)
 
-    def keys(self, part: str = "") -> list[str]:
+    def list_keys(self, part: str = "") -> list[str]:
         """Keys that contain `part`."""
         return [info.key for info in self.run.store.list("") if part in info.key]

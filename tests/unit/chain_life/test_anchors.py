@@ -212,7 +212,7 @@ def test_template_survives_version_zero(chain):
     chain.extend(2)
     before = read_template(chain.run)
     write_anchor(chain.run, 2, clock=chain.clock)
-    chain.store.delete(chain.keys("anchors/0000000000/"))
+    chain.store.delete(chain.list_keys("anchors/0000000000/"))
     after = read_template(chain.run)
     assert {e.name for e in after.entries} == {e.name for e in before.entries}
     assert [e.name for e in after.extras] == ["config.json"]
@@ -229,7 +229,7 @@ def test_crash_at_every_put_names_no_absent_file(tmp_path):
             store.add(fail_at(Op.PUT, nth, action, key_contains="/anchors/"))
             with contextlib.suppress(StorageError):
                 write_anchor(chain.run, 3, clock=chain.clock)
-            for key in chain.keys("anchors/0000000003.json"):
+            for key in chain.list_keys("anchors/0000000003.json"):
                 for file in AnchorManifest.from_bytes(store.get(key)).core.files:
                     assert store.head(file.key).size_bytes == file.size_bytes
             store.clear()
@@ -244,9 +244,9 @@ def test_two_workers_cut_one_anchor(chain):
     rival = Callback(lambda: write_anchor(chain.open(inner), 3, clock=chain.clock))
     store = FaultyStore(inner, [fail_at(Op.PUT, 1, rival, key_contains="0000000003.json")])
     assert write_anchor(chain.open(store), 3, clock=chain.clock) is None
-    (key,) = chain.keys("anchors/0000000003.json")
+    (key,) = chain.list_keys("anchors/0000000003.json")
     files = AnchorManifest.from_bytes(inner.get(key)).core.files
-    assert sorted(chain.keys("anchors/0000000003/")) == sorted(file.key for file in files)
+    assert sorted(chain.list_keys("anchors/0000000003/")) == sorted(file.key for file in files)
 
 
 def test_worker_that_stood_still_takes_its_anchor_back(chain):
@@ -255,13 +255,13 @@ def test_worker_that_stood_still_takes_its_anchor_back(chain):
 
     def stand_still():
         chain.clock.advance_s(10_000.0)
-        chain.store.delete(chain.keys("anchors/0000000003/"))
+        chain.store.delete(chain.list_keys("anchors/0000000003/"))
 
     pause = fail_at(Op.PUT, 1, Callback(stand_still), key_contains="0000000003.json")
     store = FaultyStore(chain.store, [pause])
     with pytest.raises(StorageError, match="given up"):
         write_anchor(chain.open(store), 3, clock=chain.clock)
-    assert chain.keys("anchors/0000000003") == []
+    assert chain.list_keys("anchors/0000000003") == []
 
 
 def test_anchor_of_another_history_is_refused(chain, tmp_path):
@@ -270,7 +270,7 @@ def test_anchor_of_another_history_is_refused(chain, tmp_path):
     chain.extend(4)
     other.extend(4)
     write_anchor(other.run, 4, clock=other.clock)
-    for key in other.keys("anchors/0000000004"):
+    for key in other.list_keys("anchors/0000000004"):
         chain.store.put(key, other.store.get(key), mode=PutMode.CREATE)
     with pytest.raises(IntegrityError):
         load_anchor(chain.run, load_manifest(chain.run, 4))
@@ -288,4 +288,4 @@ def test_state_that_is_not_the_version_is_never_anchored(chain, monkeypatch):
     with pytest.raises(IntegrityError) as err:
         write_anchor(chain.run, 2, clock=chain.clock)
     assert err.value.kind is Kind.FINGERPRINT
-    assert chain.keys("anchors/0000000002") == []
+    assert chain.list_keys("anchors/0000000002") == []

@@ -128,9 +128,9 @@ def test_two_workers_at_once_are_harmless(chain):
     store = FaultyStore(inner, [fail_at(Op.PUT, 1, rival, key_contains=commit)])
     done = run_composites(chain.open(store), clock=chain.clock)
     assert (done.written, done.lost, done.missing) == ((), (Span(0, 8),), ())
-    (key,) = chain.keys("composites/0000000000-0000000008.json")
+    (key,) = chain.list_keys("composites/0000000000-0000000008.json")
     core = CompositeManifest.from_bytes(inner.get(key)).core
-    bodies = [k for k in chain.keys("/composites/") if k.endswith(".seg")]
+    bodies = [k for k in chain.list_keys("/composites/") if k.endswith(".seg")]
     assert bodies == [ref.key for ref in core.segments]
     replay_composite(chain, 0, 8)
 
@@ -146,7 +146,7 @@ def test_crash_at_every_put_names_no_absent_object(tmp_path):
             settings = MaintenanceSettings(segment_bytes=64)
             with contextlib.suppress(StorageError):
                 run_composites(chain.run, clock=chain.clock, settings=settings)
-            for key in chain.keys("/composites/"):
+            for key in chain.list_keys("/composites/"):
                 if key.endswith(".json"):
                     for ref in CompositeManifest.from_bytes(store.get(key)).core.segments:
                         assert store.head(ref.key).size_bytes == ref.size_bytes
@@ -158,7 +158,7 @@ def test_crash_at_every_put_names_no_absent_object(tmp_path):
 def test_missing_delta_is_reported_and_others_are_made(chain):
     """A composite over a lost body is reported as failed; tiles beside it are made."""
     chain.extend(24)
-    chain.store.delete(chain.keys("/deltas/0000000010/"))
+    chain.store.delete(chain.list_keys("/deltas/0000000010/"))
     done = run_composites(chain.run, clock=chain.clock, sink=chain.events.append)
     assert Span(0, 8) in done.written
     assert Span(16, 24) in done.written
@@ -197,7 +197,7 @@ def test_slow_worker_gives_its_bodies_up(chain):
     store = FaultyStore(chain.store, [slow])
     with pytest.raises(StorageError, match="given up"):
         run_composites(chain.open(store), clock=chain.clock, settings=settings)
-    assert chain.keys("/composites/") == []
+    assert chain.list_keys("/composites/") == []
 
 
 def test_wanted_spans_of_a_plain_chain():

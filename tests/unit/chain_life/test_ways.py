@@ -66,7 +66,7 @@ def test_follower_takes_the_anchor_when_deltas_are_gone(chain):
     write_anchor(chain.run, 10, clock=chain.clock)
     follower, applier, target = actor_at(chain, 3)
     for version in range(1, 11):
-        chain.store.delete(chain.keys(f"/deltas/{version:010d}/"))
+        chain.store.delete(chain.list_keys(f"/deltas/{version:010d}/"))
     assert advance(follower, applier).version == 12
     assert target.state.equals(chain.state)
 
@@ -75,7 +75,7 @@ def test_follower_goes_around_a_damaged_delta_by_a_composite(chain):
     """A follower stuck at an unreadable delta passes it by the tile that spans it."""
     chain.extend(8)
     run_composites(chain.run, clock=chain.clock)
-    (key,) = chain.keys("/deltas/0000000001/")
+    (key,) = chain.list_keys("/deltas/0000000001/")
     chain.store.put(key, b"rubbish", mode=PutMode.OVERWRITE)
     follower, applier, target = actor_at(chain, 0)
     assert advance(follower, applier).version == 8
@@ -85,7 +85,7 @@ def test_follower_goes_around_a_damaged_delta_by_a_composite(chain):
 def test_follower_without_any_way_waits(chain):
     """With neither composite nor anchor the follower stays, and names what is missing."""
     chain.extend(12)
-    chain.store.delete(chain.keys("/deltas/0000000005/"))
+    chain.store.delete(chain.list_keys("/deltas/0000000005/"))
     follower, applier, _target = actor_at(chain, 0)
     with pytest.raises(NotFoundError) as err:
         follower.catch_up()
@@ -100,7 +100,7 @@ def test_damaged_composite_is_planned_around(chain):
     """A composite whose bytes are wrong costs one more plan and nothing else."""
     chain.extend(9)
     run_composites(chain.run, clock=chain.clock)
-    body = next(k for k in chain.keys("/composites/") if k.endswith(".seg"))
+    body = next(k for k in chain.list_keys("/composites/") if k.endswith(".seg"))
     chain.store.put(body, chain.store.get(body)[:-1], mode=PutMode.OVERWRITE)
     report = chain.replay().report
     assert (report.composites, report.links, report.plans) == (0, 9, 2)
@@ -111,7 +111,7 @@ def test_garbage_shortcut_manifest_is_ignored(chain, text):
     """A shortcut manifest that is empty, garbage or of other ends is not used."""
     chain.extend(8)
     run_composites(chain.run, clock=chain.clock)
-    (key,) = chain.keys("composites/0000000000-0000000008.json")
+    (key,) = chain.list_keys("composites/0000000000-0000000008.json")
     if text is None:
         chain.extend(8)
         run_composites(chain.run, clock=chain.clock)
@@ -159,7 +159,7 @@ def test_version_below_the_floor_is_gone(chain):
     write_anchor(chain.run, 8, clock=chain.clock)
     write_floor(chain.run, Floor((Raise(8, 1),)))
     for version in range(1, 9):
-        chain.store.delete(chain.keys(f"/deltas/{version:010d}/"))
+        chain.store.delete(chain.list_keys(f"/deltas/{version:010d}/"))
     with pytest.raises(NotFoundError) as err:
         chain.replay(5)
     assert err.value.kind is Kind.GONE
@@ -173,8 +173,8 @@ def test_reader_under_way_replans_when_bodies_go(chain):
     chain.extend(12)
     write_anchor(chain.run, 8, clock=chain.clock)
     run_composites(chain.run, clock=chain.clock)
-    gone = chain.keys("/deltas/000000000") + chain.keys("anchors/0000000000/")
-    gone += chain.keys("/composites/")
+    gone = chain.list_keys("/deltas/000000000") + chain.list_keys("anchors/0000000000/")
+    gone += chain.list_keys("/composites/")
 
     class Vanishing(FaultyStore):
         """Deletes everything below the anchor at the first read of a body."""
@@ -219,7 +219,7 @@ def test_corrupt_start_is_planned_around(chain):
     """A damaged anchor is left for the whole state below it."""
     chain.extend(5)
     write_anchor(chain.run, 4, clock=chain.clock)
-    (shard,) = [k for k in chain.keys("anchors/0000000004/") if "model" in k]
+    (shard,) = [k for k in chain.list_keys("anchors/0000000004/") if "model" in k]
     last = chain.store.head(shard).size_bytes - 1
     store = FaultyStore(chain.store)
     store.add(fail_at(Op.GET, 1, Corrupt(last), key_contains="anchors/0000000004/", times=99))
