@@ -1,9 +1,8 @@
-"""A part whose time is counted whole never passes a slow link; one not counted may hang for ever.
+"""A part that trickles breaks no timeout, and is refused for its old signature when it is all there.
 
-The socket's timeout is the time that one send call may take in all: a part handed over in one piece
-must pass within the connect timeout, which a slow link never does. Handed over in small pieces each
-of them has that time; how long the whole part may take is a deadline of its own, below the 15
-minutes after which S3 no longer takes its signature (S12). Nothing is copied but the piece.
+The client's timeouts count the silence between two pieces, not the whole: this body counts that,
+and ends before the 15 minutes after which S3 no longer takes a signature (S12). It is read straight
+from the memory it lies in, piece by piece: a part in flight costs no copy (S20).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 1 << 16  # passes in one send call on any link that is worth having
+_PIECE_BYTES = 1 << 17  # what the client reads and sends at a time: smaller bodies are one piece
 
 
 @dataclass(slots=True)

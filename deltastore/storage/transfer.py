@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Self
 
-from deltastore.errors import IntegrityError, InvalidInputError, Kind
+from deltastore.errors import IntegrityError, InvalidInputError, Kind, NotFoundError
 from deltastore.ids import is_sha256
 from deltastore.storage.store import Body, ByteRange, ObjectStore, PutMode, PutOutcome
 
@@ -57,10 +57,16 @@ class Fetched:
 def fetch(store: ObjectStore, item: FetchItem) -> Fetched:
     """Read one object and verify it; wrong bytes are read once more, then IntegrityError(digest).
 
-    No more than `size_bytes` are ever read, whatever lies under the key.
+    An object that is named but not found is looked for once more too: a proxy or a lagging copy may
+    have said so. No more than `size_bytes` are ever read, whatever lies under the key.
     """
-    for _ in range(_READS):
-        body = _read(store, item)
+    for left in reversed(range(_READS)):
+        try:
+            body = _read(store, item)
+        except NotFoundError as err:
+            if err.kind is not Kind.OBJECT_MISSING or not left:
+                raise
+            continue
         if body is not None and hashlib.sha256(body).hexdigest() == item.sha256:
             return Fetched(item, body)
     raise IntegrityError(

@@ -60,6 +60,7 @@ _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "serve
 _UPSTREAM_TIMEOUT_S = 60.0
 _STALL_S = 60.0
 _SLOW_READS_PER_S = 50
+_RECEIVE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ class S3Proxy:
         Handler.state = state
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        # Connections inherit it. Else the kernel would take whole bodies while a rule reads slowly.
+        self._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
@@ -207,7 +210,6 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(action, ReadSlowly):
             return self.rfile.read(length)
         clock, body = SystemClock(), bytearray()
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         while len(body) < length:
             piece = self.rfile.read(
                 min(length - len(body), max(1, int(action.bytes_per_s / _SLOW_READS_PER_S)))
