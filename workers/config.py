@@ -34,6 +34,7 @@ class RegionConfig:
         url: of the store that holds the run's folder: s3://bucket/prefix or file:///folder.
         endpoint_url, region, profile: for s3.
         access_key_env, secret_key_env: names of the environment variables with the credentials.
+        streams: requests in flight to it; None: the library's default.
     """
 
     name: str
@@ -43,9 +44,12 @@ class RegionConfig:
     profile: str | None = None
     access_key_env: str | None = None
     secret_key_env: str | None = None
+    streams: int | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name, "region")
+        if self.streams is not None:
+            _whole(self, "streams", 1, 256)
         both = (self.access_key_env is None) == (self.secret_key_env is None)
         require(both, "access_key_env", self.access_key_env, "give both key variables or neither")
 
@@ -117,6 +121,7 @@ class ActorConfig:
     drain_max_s: float = 30.0
     catch_up_s: float = 180.0  # to the version a stop asks for
     leave_poisoned_after: int = 3  # re-anchorings in a row before it gives up
+    stager_folder: str | None = None  # of this host's stager; None: the actor fetches by itself
 
     def __post_init__(self) -> None:
         check_name(self.actor_id, "actor id")
@@ -132,6 +137,50 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StagerConfig:
+    """What one host's stager stages from, and where.
+
+    Args:
+        region: the host's own.
+        folder: where it meets its ranks: on shared memory or a local disk.
+        stage_max_bytes: of decoded updates in it.
+        cache_max_bytes: of bodies in memory.
+    """
+
+    region: str
+    folder: str
+    stage_max_bytes: int = 2 << 30
+    cache_max_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        check_name(self.region, "region")
+        require(self.folder.startswith("/"), "folder", self.folder, "an absolute path")
+        _whole(self, "stage_max_bytes", 1 << 20, 1 << 50)
+        _whole(self, "cache_max_bytes", 1 << 20, 1 << 50)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicateConfig:
+    """How a maintenance worker brings other regions up to home.
+
+    Args:
+        poll_s: between looks for a new version in home.
+        patience_s: how long after its commit a version is left to the trainer.
+        folder: for large files on their way; None: the system's folder for such.
+        until_current: end when every region holds what home held at the start.
+    """
+
+    poll_s: float = 5.0
+    patience_s: float = 30.0
+    folder: str | None = None
+    until_current: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "poll_s")
+        require(self.patience_s >= 0, "patience_s", self.patience_s, "not negative")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker's part in one run.
 
@@ -139,14 +188,15 @@ class WorkerConfig:
         run: the run's name.
         home: which of `regions` commits versions.
         regions: every bucket that holds the run.
-        redis_url: without a password in it.
+        redis_url: without a password in it; empty for workers that do without (stager, replicate).
         run_dir: folder for events, final states and the stop file; made when absent.
         redis_user: its user there (coordination/ACL.md); None is the server's default user.
         redis_password_env: name of the environment variable with the password, if there is one.
         checkpoint: a local Hugging Face folder of some version; None: everything from the bucket.
         seed: of prompts and sampling.
         threads: for torch.
-        trainer, actor: the part; a process needs one of them.
+        metrics_port, metrics_host: where metrics are served (docs/metrics.md); None: nowhere.
+        trainer, actor, stager, replicate: the part; a process needs one of them.
     """
 
     run: str
@@ -159,18 +209,25 @@ class WorkerConfig:
     checkpoint: str | None = None
     seed: int = 0
     threads: int = 1
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     trainer: TrainerConfig | None = None
     actor: ActorConfig | None = None
+    stager: StagerConfig | None = None
+    replicate: ReplicateConfig | None = None
 
     def __post_init__(self) -> None:
         check_name(self.run, "run name")
         names = [region.name for region in self.regions]
         require(len(set(names)) == len(names), "regions", names, "each name once")
         require(self.home in names, "home", self.home, f"one of {names}")
-        if self.actor is not None:
-            require(
-                self.actor.region in names, "actor.region", self.actor.region, f"one of {names}"
-            )
+        for what, part in (("actor", self.actor), ("stager", self.stager)):
+            if part is not None:
+                require(part.region in names, f"{what}.region", part.region, f"one of {names}")
+        if self.trainer is not None or self.actor is not None:
+            require(bool(self.redis_url), "redis_url", self.redis_url, "trainer and actor need it")
+        if self.metrics_port is not None:
+            _whole(self, "metrics_port", 0, 65535)
         _whole(self, "seed", 0, (1 << 53) - 1)
         _whole(self, "threads", 1, 1024)
         if self.redis_user is not None:

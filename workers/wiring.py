@@ -19,8 +19,10 @@ from deltastore.cli.exits import ExitCode, exit_code
 from deltastore.clock import SystemClock
 from deltastore.coordination.redis import RedisCoordination
 from deltastore.errors import DeltastoreError, InvalidInputError, Kind
+from deltastore.events import both
 from deltastore.observability.jsonl import JsonlSink
 from deltastore.repository.run import open_run
+from deltastore.storage.transfer import DEFAULT_STREAMS
 from deltastore.storage.url import open_store
 from workers.config import load_config
 from workers.run_folder import RunFolder
@@ -31,9 +33,25 @@ if TYPE_CHECKING:
     from deltastore.clock import Clock
     from deltastore.coordination.backend import Coordination
     from deltastore.events import EventSink
+    from deltastore.observability.metrics import Metrics
     from deltastore.repository.run import Run
     from deltastore.storage.store import ObjectStore
     from workers.config import RegionConfig, WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Premises:
+    """What a worker that needs no coordination works with.
+
+    Args:
+        regions: the run in every region, by name.
+    """
+
+    config: WorkerConfig
+    regions: Mapping[str, Run]
+    folder: RunFolder
+    clock: Clock
+    sink: EventSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +76,40 @@ class Surroundings:
 
 
 @contextmanager
-def open_surroundings(config: WorkerConfig, worker: str) -> Iterator[Surroundings]:
-    """Build everything a worker's file names; released at the end."""
+def open_premises(config: WorkerConfig, worker: str) -> Iterator[Premises]:
+    """Build what a worker's file names, coordination left out; released at the end."""
     clock = SystemClock()
     with ExitStack() as stack:
         folder = RunFolder(Path(config.run_dir))
-        sink = stack.enter_context(JsonlSink(folder.events(worker), clock))
+        sink: EventSink = stack.enter_context(JsonlSink(folder.events(worker), clock))
+        metrics = _serve_metrics(config, stack)
+        if metrics is not None:
+            sink = both(sink, metrics)
         regions = {}
         for region in config.regions:
             store = _open_store(region, clock)
             stack.callback(store.close)
+            if metrics is not None:
+                store = metrics.metered(store, region.name, clock)
             regions[region.name] = open_run(store, config.run)
-        coordination = RedisCoordination(_redis_url(config), config.run, clock)
-        stack.callback(coordination.close)
-        yield Surroundings(config, regions, coordination, folder, clock, sink)
+        yield Premises(config, regions, folder, clock, sink)
+
+
+@contextmanager
+def open_surroundings(config: WorkerConfig, worker: str) -> Iterator[Surroundings]:
+    """Build everything a worker's file names; released at the end."""
+    with open_premises(config, worker) as at, open_coordination(config, at.clock) as coordination:
+        yield Surroundings(config, at.regions, coordination, at.folder, at.clock, at.sink)
+
+
+@contextmanager
+def open_coordination(config: WorkerConfig, clock: Clock) -> Iterator[Coordination]:
+    """Connect to the Redis that a worker's file names."""
+    coordination = RedisCoordination(_redis_url(config), config.run, clock)
+    try:
+        yield coordination
+    finally:
+        coordination.close()
 
 
 def run_worker(work: Callable[[WorkerConfig], None], arguments: Sequence[str]) -> int:
@@ -106,6 +144,17 @@ def user_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "deltastore"
 
 
+def _serve_metrics(config: WorkerConfig, stack: ExitStack) -> Metrics | None:
+    if config.metrics_port is None:
+        return None
+    # Only now: a worker that serves no metrics needs no library for them.
+    from deltastore.observability.metrics import Metrics, MetricsServer
+
+    metrics = Metrics(config.run)
+    stack.enter_context(MetricsServer(metrics, port=config.metrics_port, host=config.metrics_host))
+    return metrics
+
+
 def _open_store(region: RegionConfig, clock: Clock) -> ObjectStore:
     return open_store(
         region.url,
@@ -114,6 +163,7 @@ def _open_store(region: RegionConfig, clock: Clock) -> ObjectStore:
         profile=region.profile,
         access_key=_secret(region.access_key_env),
         secret_key=_secret(region.secret_key_env),
+        streams=region.streams or DEFAULT_STREAMS,
         clock=clock,
     )
 

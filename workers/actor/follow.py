@@ -9,18 +9,20 @@ live weight.
 from __future__ import annotations
 
 import logging
-import threading
 from typing import TYPE_CHECKING
 
-from deltastore.coordination.outage import is_outage
-from deltastore.errors import ApplyError, CoordinationError, IntegrityError, Kind
+from deltastore.errors import ApplyError, IntegrityError, Kind
 from deltastore.events import ActorJoined
 from deltastore.pipeline.applier import Applier
 from deltastore.pipeline.follower import Follower
 from deltastore.pipeline.replay import JoinReport
+from deltastore.pipeline.stager_rank import StagedFeed
+from workers.head_hints import HeadHints
 from workers.weights import rebuild
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from deltastore.clock import Clock
     from deltastore.config import FollowerSettings
     from deltastore.coordination.backend import Coordination
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from deltastore.repository.run import Run
 
 _LOG = logging.getLogger(__name__)
-REPEATED_HINT_WAIT_S = 0.5  # a region behind home has not what the hint names yet
 
 
 class FollowedWeights:
@@ -40,6 +41,7 @@ class FollowedWeights:
     Args:
         active: the version they are at now, proved.
         report: how they got there.
+        stager_folder: of this host's stager; None: this process fetches by itself.
         most_rebuilds: rebuilds in a row, without an activation in between, before giving up.
     """
 
@@ -56,6 +58,7 @@ class FollowedWeights:
         most_rebuilds: int,
         clock: Clock,
         sink: EventSink,
+        stager_folder: Path | None = None,
     ) -> None:
         self._run = run
         self._target = target
@@ -67,15 +70,19 @@ class FollowedWeights:
         self._rebuilds = 0
         self._applier = self._new_applier(active)
         self._hints = HeadHints(coordination, clock)
-        self._follower = Follower(
-            run,
-            active,
-            name=name,
-            clock=clock,
-            settings=settings,
-            sink=sink,
-            hint_source=self._hints.wait,
-        )
+        self._follower: Follower | StagedFeed
+        if stager_folder is None:
+            self._follower = Follower(
+                run,
+                active,
+                name=name,
+                clock=clock,
+                settings=settings,
+                sink=sink,
+                hint_source=self._hints.wait,
+            )
+        else:
+            self._follower = StagedFeed(stager_folder, run.layout, active, rank=name, clock=clock)
         self._report = report
 
     @property
@@ -193,33 +200,3 @@ class FollowedWeights:
                 self._name, self.active.version, report.via, report.size_bytes, report.seconds
             )
         )
-
-
-class HeadHints:
-    """Redis' word that a newer version exists, as the follower wants it: advice, never an error."""
-
-    def __init__(self, coordination: Coordination, clock: Clock) -> None:
-        self._coordination = coordination
-        self._clock = clock
-        self._stopped = threading.Event()
-        self._told = -1
-
-    def wait(self, known: int, timeout_s: float) -> int | None:
-        """Wait up to `timeout_s` for a version above `known`; the same one again only slowly."""
-        try:
-            hint = self._coordination.wait_head_hint(known, timeout_s)
-        except CoordinationError as err:
-            if not is_outage(err):
-                raise
-            self._clock.wait(self._stopped, timeout_s)
-            return None
-        if hint is None:
-            return None
-        if hint.version == self._told:
-            self._clock.wait(self._stopped, REPEATED_HINT_WAIT_S)
-        self._told = hint.version
-        return hint.version
-
-    def stop(self) -> None:
-        """End a wait in progress."""
-        self._stopped.set()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltastore.coordination.backend import ActorRecord, ActorState, ActorStatus
@@ -80,6 +81,7 @@ class Actor:
             most_rebuilds=settings.leave_poisoned_after,
             clock=clock,
             sink=sink,
+            stager_folder=None if settings.stager_folder is None else Path(settings.stager_folder),
         )
         self._worker = RolloutWorker(
             run,

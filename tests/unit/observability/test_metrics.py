@@ -1,0 +1,133 @@
+"""What happened can be read as numbers, under names that the documentation lists."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from deltastore.errors import InvalidInputError, Kind, NotFoundError, StorageError
+from deltastore.events import both
+from deltastore.observability.metrics import Metrics, MetricsServer
+from deltastore.pipeline.replicator import Region
+from deltastore.repository.run import open_run
+from deltastore.storage.memory import MemoryStore
+from deltastore.storage.store import PutMode
+from deltastore.testing.clock import FakeClock
+from deltastore.testing.faults import LatencyStore, unavailable
+from tests.unit.pipeline.harness import RUN, World
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def _value(metrics, name, **labels):
+    return metrics.registry.get_sample_value(f"deltastore_{name}", {"run": RUN, **labels})
+
+
+@pytest.fixture
+def metrics():
+    """Metrics of the run."""
+    return Metrics(RUN)
+
+
+def test_a_run_in_numbers(tmp_path, metrics):
+    """Versions, stages, bytes, regions and activations of a real run are counted exactly."""
+    far = MemoryStore()
+    world = World(tmp_path, region_stores={"far": far})
+    world.events = _Fold(metrics)
+    publisher = world.publisher(regions=[Region("far", open_run(far, RUN))])
+    manifests = [world.step(publisher, step) for step in range(1, 4)]
+    assert publisher.wait_regions(30) == []
+    publisher.close()
+    world.actor().advance()
+    delta_bytes = sum(m.core.delta_bytes for m in manifests)
+    assert _value(metrics, "versions_published_total") == 4
+    assert _value(metrics, "head_version") == 4
+    assert _value(metrics, "delta_bytes_total") == delta_bytes
+    assert _value(metrics, "changed_elements_total") == sum(m.core.nnz for m in manifests)
+    uploaded = _value(metrics, "stage_bytes_total", region="home", stage="upload")
+    assert uploaded == delta_bytes
+    parts = _value(metrics, "stage_parts_total", region="home", stage="upload")
+    assert parts == sum(len(m.core.segments) for m in manifests)
+    assert _value(metrics, "stage_seconds_count", region="home", stage="encode") == 4
+    assert _value(metrics, "region_version", region="far") == 4
+    assert _value(metrics, "region_lag_seconds_count", region="far") == 4
+    assert _value(metrics, "activations_total") == 1
+    assert _value(metrics, "active_version") == 4
+    assert _value(metrics, "actor_staged_bytes_total") == delta_bytes
+
+
+class _Fold(list):
+    """A list of events that also counts them."""
+
+    def __init__(self, metrics):
+        super().__init__()
+        self._metrics = metrics
+
+    def append(self, event):
+        """Count and keep."""
+        self._metrics(event)
+        super().append(event)
+
+
+def test_store_calls_by_outcome(metrics):
+    """A store's calls are counted by operation and outcome, with their seconds and bytes."""
+    clock = FakeClock()
+    store = metrics.metered(LatencyStore(MemoryStore(), request_s=0.3, clock=clock), "far", clock)
+    store.put("a", b"12345", mode=PutMode.CREATE)
+    store.get("a")
+    with pytest.raises(NotFoundError):
+        store.head("b")
+    assert list(store.list(""))
+    store.delete(["a"])
+    for op, outcome in [("put", "ok"), ("get", "ok"), ("head", "object_missing"), ("list", "ok")]:
+        assert _value(metrics, "store_requests_total", region="far", op=op, outcome=outcome) == 1
+    assert _value(metrics, "store_sent_bytes_total", region="far") == 5
+    assert _value(metrics, "store_received_bytes_total", region="far") == 5
+    seconds = _value(metrics, "store_request_seconds_sum", region="far", op="put")
+    assert seconds == pytest.approx(0.3)
+
+
+def test_retries_by_cause(metrics):
+    """A repeated request is counted under the kind of error that caused it."""
+    metrics.retried("far", unavailable())
+    metrics.retried("far", StorageError("slow down", kind=Kind.THROTTLED))
+    assert _value(metrics, "store_retries_total", region="far", cause="unavailable") == 1
+    assert _value(metrics, "store_retries_total", region="far", cause="throttled") == 1
+
+
+def test_every_metric_is_documented_and_the_other_way_round(metrics):
+    """docs/metrics.md names exactly the metrics that there are."""
+    found = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in metrics.registry.collect()
+    }
+    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
+    assert {f"deltastore_{name}" for name in named} == found
+
+
+def test_served_over_http(metrics):
+    """A scrape returns the text format; after closing nobody answers; a taken port is named."""
+    metrics.retried("far", unavailable())
+    with MetricsServer(metrics, port=0) as server:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read().decode()
+        with pytest.raises(InvalidInputError) as err:
+            MetricsServer(metrics, port=server.port)
+    assert err.value.kind is Kind.SETTING
+    line = f'deltastore_store_retries_total{{cause="unavailable",region="far",run="{RUN}"}} 1.0'
+    assert line in text
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=10)
+
+
+def test_two_sinks_hear_everything():
+    """`both` passes every event to both sinks."""
+    first, second = [], []
+    sink = both(first.append, second.append)
+    sink("event")
+    assert first == second == ["event"]

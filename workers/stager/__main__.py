@@ -1,0 +1,57 @@
+"""`python -m workers.stager FILE`: stage the run of a JSON file for the ranks of this host.
+
+SIGTERM ends it after the request in flight; its updates are removed, what ranks have mapped stays
+readable to them. Exit codes are those of the command line (deltastore/cli/exits.py).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deltastore.config import FollowerSettings
+from deltastore.errors import InvalidInputError, Kind
+from deltastore.pipeline.stager import Stager
+from workers.head_hints import HeadHints
+from workers.wiring import open_coordination, open_premises, run_worker
+
+if TYPE_CHECKING:
+    from workers.config import WorkerConfig
+
+NAME = "stager"
+
+
+def _work(config: WorkerConfig) -> None:
+    settings = config.stager
+    if settings is None:
+        raise InvalidInputError(
+            "the file has no `stager` part", kind=Kind.SETTING, hint="see workers/config.py"
+        )
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
+    with ExitStack() as stack:
+        at = stack.enter_context(open_premises(config, f"{NAME}-{settings.region}"))
+        hints = None
+        if config.redis_url:
+            coordination = stack.enter_context(open_coordination(config, at.clock))
+            hints = HeadHints(coordination, at.clock)
+            stack.callback(hints.stop)
+        stager = Stager(
+            at.regions[settings.region],
+            Path(settings.folder),
+            name=NAME,
+            clock=at.clock,
+            settings=FollowerSettings(stage_max_bytes=settings.stage_max_bytes),
+            sink=at.sink,
+            hint_source=None if hints is None else hints.wait,
+            cache_max_bytes=settings.cache_max_bytes,
+        )
+        stager.run(stopping)
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(_work, sys.argv[1:]))
