@@ -102,7 +102,14 @@ def run_composites(
     for span in due_composites(found, lowest=lowest)[:limit]:
         try:
             listed = write_composite(
-                run, found, span, clock=clock, settings=settings, sink=sink, signer=signer
+                run,
+                found,
+                span,
+                clock=clock,
+                settings=settings,
+                sink=sink,
+                signer=signer,
+                trusted=trusted,
             )
         except StorageError:
             raise
@@ -141,13 +148,19 @@ def write_composite(
     settings: MaintenanceSettings,
     sink: EventSink = discard,
     signer: Signer = unsigned,
+    trusted: TrustedKeys | None = None,
 ) -> Listed | None:
-    """Make one composite of a surveyed chain; None when another worker's is there."""
+    """Make one composite of a surveyed chain; None when another worker's is there.
+
+    Args:
+        trusted: keys that must have signed the composites it is made of: a signer that merges what
+            it does not trust vouches for it.
+    """
     key = run.keys.composite(span.base, span.version)
     if is_there(run, key):
         return None
     base, target = _point(found, span.base), _point(found, span.version)
-    way = _inputs(run, found, span, clock=clock, settings=settings, sink=sink, signer=signer)
+    way = _inputs(run, found, span, clock, settings, sink, signer, trusted)
     started_s = clock.monotonic_s()
     attempt = new_token()
     writer = _SegmentWriter(run, span, attempt, settings.segment_bytes)
@@ -208,25 +221,38 @@ def _inputs(
     run: Run,
     found: Survey,
     span: Span,
-    *,
     clock: Clock,
     settings: MaintenanceSettings,
     sink: EventSink,
     signer: Signer,
+    trusted: TrustedKeys | None,
 ) -> Way:
     """The cheapest links from base to target, at most MAX_INPUTS.
 
     Where there are more (the first round on an old chain) composites from the same base are made on
     the way there: retention deletes them later as superseded.
     """
-    way = found.choose(run, base=span.base, version=span.version, starts=False)
+
+    def choose() -> Way:
+        return found.choose(
+            run, base=span.base, version=span.version, starts=False, trusted=trusted
+        )
+
+    way = choose()
     while len(way.steps) > MAX_INPUTS:
         part = Span(span.base, way.steps[MAX_INPUTS - 1].version)
         made = write_composite(
-            run, found, part, clock=clock, settings=settings, sink=sink, signer=signer
+            run,
+            found,
+            part,
+            clock=clock,
+            settings=settings,
+            sink=sink,
+            signer=signer,
+            trusted=trusted,
         )
         found.shortcuts.append(made or Listed(part.base, part.version, 0))
-        shorter = found.choose(run, base=span.base, version=span.version, starts=False)
+        shorter = choose()
         if len(shorter.steps) >= len(way.steps):
             raise NotFoundError(
                 f"the composite {part.base}-{part.version} cannot be used for a longer one",
