@@ -1,4 +1,4 @@
-"""A part that trickles breaks no timeout, and is refused for its old signature when it is all there.
+"""A part that trickles breaks no timeout, and when it is all there its signature is too old.
 
 The client's timeouts count the silence between two pieces, not the whole: this body counts that,
 and ends before the 15 minutes after which S3 no longer takes a signature (S12). It is read straight

@@ -11,7 +11,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
@@ -138,4 +138,13 @@ def _client(settings: S3Settings) -> S3Client:
     )
     # It asks before every body whether to send it: a round trip for each part.
     client.meta.events.unregister("before-call.s3", add_expect_header)
+    client.meta.events.register("before-call.s3.HeadBucket", _ask_for_the_region_once)
     return client
+
+
+def _ask_for_the_region_once(params: dict[str, Any], **_: object) -> None:
+    """The client asks HeadBucket where a bucket is that is elsewhere: not again for that request.
+
+    An endpoint that redirects everything, as many do from http to https, would never be done.
+    """
+    params["context"].setdefault("s3_redirect", {})["redirected"] = True

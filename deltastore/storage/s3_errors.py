@@ -191,7 +191,9 @@ def _from_response(err: ClientError, settings: S3Settings, key: str | None) -> D
             f"bucket {settings.bucket!r} is not in region {settings.region!r}: {said}",
             kind=Kind.SETTING,
             key=key,
-            hint=f"its region is {own!r}: give that one" if own else "give the bucket's own region",
+            hint=f"its region is {own!r}: give that one"
+            if own
+            else "give the bucket's own region; or the endpoint redirects: http instead of https?",
         )
     if code in _DAMAGED:
         return StorageError(
