@@ -48,6 +48,10 @@ def report_document(report: Report) -> Document:
         "replayed": report.replayed,
         "objects": report.objects,
         "size_bytes": report.size_bytes,
+        "floor": report.floor,
+        "gone": report.gone,
+        "shortcuts": report.shortcuts,
+        "proved": report.proved,
         "seconds": round(report.seconds, 3),
         "findings": [
             {
@@ -83,9 +87,12 @@ def _report_table(report: Report) -> RenderableType:
     verdict = "whole" if report.ok else f"DAMAGED: {errors} errors"
     proved = f", {report.replayed} replayed and proved bit for bit" if report.deep else ""
     head = "no version" if report.head is None else f"HEAD {report.head}"
+    shortcuts = f", {report.shortcuts} shortcuts" if report.shortcuts else ""
+    gone = f", {report.gone} gone below the floor {report.floor}" if report.gone else ""
     parts.append(
         Text(
-            f"{verdict}: {head}, {report.versions} versions{proved}, {report.objects} objects,"
+            f"{verdict}: {head}, {report.versions} versions{proved}{gone}{shortcuts},"
+            f" {report.objects} objects,"
             f" {size_text(report.size_bytes)}, {report.seconds:.1f} s"
         )
     )

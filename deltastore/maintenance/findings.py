@@ -49,7 +49,9 @@ class Defect(StrEnum):
     EXTERNAL = "external"
     """Version 0 lies elsewhere: this bucket alone cannot rebuild the run."""
     UNCHECKED = "unchecked"
-    """A kind of object that this release does not check."""
+    """A shortcut that cannot be checked: the manifest of a version at its end is not there."""
+    SIGNATURE = "signature"
+    """A manifest that none of the trusted keys signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,10 @@ class Report:
         replayed: versions rebuilt and proved bit for bit (0 unless deep).
         objects, size_bytes: everything under the run's prefix.
         seconds: how long it took.
+        floor: bodies at or below this version may be gone: retention says so.
+        gone: versions that retention took the bodies of.
+        shortcuts: anchors and composites that are whole.
+        proved: of those, how many were compared with what replay gives (0 unless deep).
     """
 
     findings: tuple[Finding, ...]
@@ -95,6 +101,10 @@ class Report:
     objects: int
     size_bytes: int
     seconds: float
+    floor: int = 0
+    gone: int = 0
+    shortcuts: int = 0
+    proved: int = 0
 
     @property
     def ok(self) -> bool:
@@ -113,6 +123,7 @@ _DEFECTS = {
     Kind.KEY: Defect.FOREIGN,
     Kind.LAYOUT_MISMATCH: Defect.FOREIGN,
     Kind.BROKEN_CHAIN: Defect.FOREIGN,
+    Kind.SIGNATURE: Defect.SIGNATURE,
 }
 
 

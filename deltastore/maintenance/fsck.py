@@ -1,9 +1,10 @@
 """Damage found by the joiner that needs the object comes too late: this walks the whole run first.
 
 The check reads one listing and every manifest: manifests readable and of this run, chain without a
-hole, hashes linked, every named object there with its size. A deep check (`fsck_replay`) also reads
-every object and replays every version. Listings may be stale, so an object is only called missing
-after the store was asked for that key. Nothing is written or repaired.
+hole, hashes linked, every named object there with its size, shortcuts (`fsck_shortcuts`) leading
+where they say. A deep check (`fsck_replay`) also reads every object and replays every version.
+Listings may be stale, so an object is only called missing after the store was asked for that key.
+What retention deleted is not missing. Nothing is written or repaired (see `repair`).
 """
 
 from __future__ import annotations
@@ -12,20 +13,30 @@ from typing import TYPE_CHECKING
 
 from deltastore.errors import FormatError, Kind, NotFoundError
 from deltastore.format.keys import Hint, KeyKind, ParsedKey, parse_key
+from deltastore.format.manifest import VersionKind
 from deltastore.maintenance.findings import RESTORE, Defect, Finding, Report, Severity
-from deltastore.maintenance.fsck_chain import Chain, read_chain
+from deltastore.maintenance.fsck_chain import Chain, check_start, read_chain
 from deltastore.maintenance.fsck_replay import Progress, no_progress, replay_chain
+from deltastore.maintenance.fsck_shortcuts import check_bodies, read_shortcuts
+from deltastore.maintenance.fsck_signatures import check_signatures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from deltastore.clock import Clock
     from deltastore.format.manifest import VersionCore
+    from deltastore.format.signing import TrustedKeys
     from deltastore.repository.run import Run
 
 
 def check_run(
-    run: Run, *, deep: bool, streams: int, clock: Clock, progress: Progress = no_progress
+    run: Run,
+    *,
+    deep: bool,
+    streams: int,
+    clock: Clock,
+    progress: Progress = no_progress,
+    trusted: TrustedKeys | None = None,
 ) -> Report:
     """Check a run in one store and report everything that is not as it should be.
 
@@ -33,18 +44,27 @@ def check_run(
         deep: also read every object and replay every version, in memory for one state.
         streams: objects to read at once.
         progress: called with bytes read and bytes to read, when deep.
+        trusted: keys that should have signed versions and shortcuts; None: signatures are not
+            looked at.
 
-    Raises StorageError when the store itself fails: that says nothing of the run.
+    Memory when deep: one state. Raises StorageError when the store itself fails: that says nothing
+    of the run.
     """
     began_s = clock.monotonic_s()
     listing = {info.key: info.size_bytes for info in run.store.list(run.keys.root)}
     chain = read_chain(run, streams=streams)
+    read_shortcuts(run, chain, listing, streams=streams)
+    check_start(run, chain)
     named = _check_named(run, chain, listing)
+    named |= check_bodies(run, chain, lambda key: _size_of(run, listing, key))
     _check_rest(run, chain, listing, named)
     _check_head_hint(run, chain)
+    if trusted is not None:
+        check_signatures(run, chain, trusted)
     if deep:
-        replay_chain(run, chain, streams=streams, progress=progress)
+        replay_chain(run, chain, streams=streams, clock=clock, progress=progress)
     chain.report_unreachable()
+    whole = [shortcut for shortcut in chain.shortcuts if shortcut.whole]
     return Report(
         findings=tuple(chain.findings),
         deep=deep,
@@ -54,6 +74,10 @@ def check_run(
         objects=len(listing),
         size_bytes=sum(listing.values()),
         seconds=clock.monotonic_s() - began_s,
+        floor=chain.floor,
+        gone=len(chain.gone),
+        shortcuts=len(whole),
+        proved=sum(shortcut.proved for shortcut in whole),
     )
 
 
@@ -68,6 +92,9 @@ def _check_named(run: Run, chain: Chain, listing: dict[str, int]) -> set[str]:
             if present_bytes == size_bytes:
                 continue
             absent = present_bytes is None
+            if absent and _may_be_gone(chain, manifest.core):
+                chain.gone.add(version)
+                continue
             chain.damage(
                 Finding(
                     severity=Severity.ERROR,
@@ -92,6 +119,15 @@ def _check_named(run: Run, chain: Chain, listing: dict[str, int]) -> set[str]:
                 )
             )
     return named
+
+
+def _may_be_gone(chain: Chain, core: VersionCore) -> bool:
+    """Whether retention may have taken the version's bodies, or a region never had them."""
+    if core.version in chain.gone:
+        return True
+    if core.kind is VersionKind.FULL:
+        return core.version < chain.floor
+    return core.version <= chain.floor
 
 
 def _objects_of(core: VersionCore) -> Iterator[tuple[str, int]]:
@@ -136,17 +172,11 @@ def _judge_unnamed(
         case KeyKind.RUN | KeyKind.VERSION | KeyKind.HINT | KeyKind.ROLLOUT:
             return None  # manifests were read one by one; results belong to no version
         case KeyKind.ANCHOR | KeyKind.COMPOSITE:
-            return Finding(
-                severity=Severity.NOTE,
-                defect=Defect.UNCHECKED,
-                key=key,
-                version=parsed.version,
-                message="a shortcut: this release does not check it",
-                remedy="none needed: every version can be rebuilt without shortcuts",
-            )
+            return None  # read one by one, too
         case KeyKind.ANCHOR_FILE | KeyKind.COMPOSITE_SEGMENT:
-            if f"{key.rsplit('/', 2)[0]}.json" in listing:
-                return None  # belongs to a shortcut
+            shortcut = f"{key.rsplit('/', 2)[0]}.json"
+            if shortcut in listing and all(s.key != shortcut for s in chain.shortcuts):
+                return None  # its manifest is the finding
         case KeyKind.SEGMENT | KeyKind.LAYOUT:
             pass
     if chain.is_unread(parsed.version):

@@ -14,9 +14,11 @@ from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
 from deltastore.format.canonical import parse_canonical_json
 from deltastore.format.keys import Hint
 from deltastore.format.manifest import VersionKind
+from deltastore.format.shortcut import AnchorCore
 from deltastore.ids import MAX_VERSION
 from deltastore.maintenance.findings import RESTORE, Defect, Finding, Severity, finding_of
 from deltastore.repository.fetch import load_manifest
+from deltastore.repository.floor import read_floor
 from deltastore.repository.points import ActiveVersion, check_link
 from deltastore.repository.resolve import MAX_HINT_BYTES, list_versions, version_exists
 
@@ -24,9 +26,41 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from deltastore.format.manifest import VersionManifest
+    from deltastore.format.shortcut import AnchorManifest, CompositeManifest
     from deltastore.repository.run import Run
 
 MAX_PROBES = 1024  # numbers a listing may have forgotten in one gap: more is a stray key above HEAD
+
+
+@dataclass(slots=True)
+class CheckedShortcut:
+    """A shortcut that agrees with the versions at its ends; checks of its bodies add to it.
+
+    Args:
+        key: of its manifest.
+        base: None for an anchor.
+        whole: whether all its bodies are there and, after a deep check, are what it names.
+        proved: whether it leads to the state that it should.
+    """
+
+    key: str
+    base: int | None
+    version: int
+    manifest: AnchorManifest | CompositeManifest
+    whole: bool = True
+    proved: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its bodies."""
+        return self.manifest.core.size_bytes
+
+    def bodies(self) -> list[tuple[str, int, str]]:
+        """Key, size and SHA-256 of its bodies."""
+        core = self.manifest.core
+        if isinstance(core, AnchorCore):
+            return [(f.key, f.size_bytes, f.sha256) for f in core.files if f.key is not None]
+        return [(s.key, s.size_bytes, s.sha256) for s in core.segments]
 
 
 @dataclass(slots=True)
@@ -40,6 +74,9 @@ class Chain:
         damaged: versions that their own objects cannot make.
         findings: in the order in which they were made.
         replayed: versions rebuilt and proved so far.
+        floor: the advertised one, where it can be meant: bodies at or below it may be gone.
+        gone: versions whose bodies retention took, or that never were here: no damage.
+        shortcuts: anchors and composites that agree with the versions at their ends.
     """
 
     first: int | None = None
@@ -49,6 +86,9 @@ class Chain:
     damaged: set[int] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
     replayed: int = 0
+    floor: int = 0
+    gone: set[int] = field(default_factory=set)
+    shortcuts: list[CheckedShortcut] = field(default_factory=list)
 
     def damage(self, finding: Finding) -> None:
         """Note an error, and that its version cannot be made from what is there."""
@@ -62,20 +102,35 @@ class Chain:
             return False
         return self.first <= version <= self.head and version not in self.manifests
 
+    def reachable(self) -> set[int]:
+        """Versions that can be rebuilt from this bucket, by their own bodies or by shortcuts."""
+        ways: dict[int, list[int | None]] = {}
+        for shortcut in self.shortcuts:
+            if shortcut.whole:
+                ways.setdefault(shortcut.version, []).append(shortcut.base)
+        found: set[int] = set()
+        for version in sorted(self.manifests):
+            bases = ways.get(version, [])
+            if version not in self.damaged and version not in self.gone:
+                full = self.manifests[version].core.kind is VersionKind.FULL
+                bases = [*bases, None if full else version - 1]
+            if any(base is None or base in found for base in bases):
+                found.add(version)
+        return found
+
     def unreachable(self) -> Iterator[tuple[int, int]]:
-        """Runs of versions (first, last) that cannot be rebuilt: from damage to the next full."""
+        """Runs of versions (first, last) that cannot be rebuilt and should be."""
         if self.first is None or self.head is None:
             return
+        reachable = self.reachable()
         broken_since: int | None = None
         # A gap has its first number in `damaged`; walking over its others could take for ever.
         for version in sorted(self.manifests.keys() | self.damaged):
-            manifest = self.manifests.get(version)
-            whole = version not in self.damaged and manifest is not None
-            full = manifest is not None and manifest.core.kind is VersionKind.FULL
-            if whole and full and broken_since is not None:
-                yield broken_since, version - 1
+            if version in reachable:
+                if broken_since is not None:
+                    yield broken_since, version - 1
                 broken_since = None
-            elif not whole and broken_since is None:
+            elif broken_since is None and version >= self.floor:
                 broken_since = version
         if broken_since is not None:
             yield broken_since, self.head
@@ -91,7 +146,8 @@ class Chain:
                     key=None,
                     version=first,
                     message=f"{which} cannot be rebuilt from this bucket",
-                    remedy="restore what the findings above name, or publish a full version",
+                    remedy="restore what the findings above name (`deltastore verify --repair"
+                    " --from OTHER_REGION`), or publish a full version",
                 )
             )
 
@@ -124,7 +180,7 @@ def read_chain(run: Run, *, streams: int) -> Chain:
     for finding in sorted(_contradictions(run, chain), key=lambda found: found.version or 0):
         chain.damage(finding)
     _report_holes(run, chain, present)
-    _check_start(run, chain)
+    _read_floor(run, chain)
     return chain
 
 
@@ -224,12 +280,18 @@ def _gaps(versions: Iterable[int]) -> Iterator[tuple[int, int]]:
         before = version
 
 
-def _check_start(run: Run, chain: Chain) -> None:
-    """A chain starts at version 0, or in a region that was restarted at a full version."""
+def check_start(run: Run, chain: Chain) -> None:
+    """A chain starts at version 0, or in a region that was restarted at a whole state.
+
+    Call it when the shortcuts have been read.
+    """
     if not chain.first:
         return
     manifest = chain.manifests.get(chain.first)
     if manifest is not None and manifest.core.kind is VersionKind.FULL:
+        return
+    if any(s.base is None and s.version == chain.first for s in chain.shortcuts):
+        chain.gone.add(chain.first)  # its delta is of no use here, and need not be
         return
     chain.damage(
         Finding(
@@ -237,8 +299,27 @@ def _check_start(run: Run, chain: Chain) -> None:
             defect=Defect.HOLE,
             key=run.keys.version(0),
             version=chain.first,
-            message=f"the chain begins at version {chain.first}, which is not a full version",
+            message=f"the chain begins at version {chain.first}, which is no whole state here",
             remedy=RESTORE,
+        )
+    )
+
+
+def _read_floor(run: Run, chain: Chain) -> None:
+    floor = read_floor(run)
+    if floor is None or chain.head is None:
+        return
+    if floor.version <= chain.head:
+        chain.floor = floor.version
+        return
+    chain.findings.append(
+        Finding(
+            severity=Severity.WARNING,
+            defect=Defect.HINT,
+            key=run.keys.hint(Hint.FLOOR),
+            version=floor.version,
+            message=f"the floor is {floor.version}, HEAD is {chain.head}",
+            remedy="none needed: it is not believed, and the next retention writes it again",
         )
     )
 

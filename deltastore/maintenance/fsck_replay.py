@@ -3,38 +3,40 @@
 Versions are replayed in order on one state in memory. Every block's declared change is compared
 with what it does to the old bits before it is written, so the running fingerprint is that of the
 state; a pass over the whole state proves it after every full version and at the end. After damage
-the objects are still read and their digests compared, and replay starts again at the next full one.
+the objects are still read and their digests compared, and replay starts again at the next full one,
+or where a shortcut leads. Composites are tried, unwritten, on the state they start from; anchors
+are read when the chain is done.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from deltastore.chain.apply import apply_blocks
-from deltastore.errors import (
-    DeltastoreError,
-    FormatError,
-    IntegrityError,
-    InvalidInputError,
-    Kind,
-    NotFoundError,
-)
+from deltastore.errors import IntegrityError, Kind
 from deltastore.format.manifest import VersionKind
 from deltastore.format.mixing import fingerprint_state
 from deltastore.maintenance.findings import Defect, Finding, Severity, finding_of
+from deltastore.maintenance.fsck_bodies import (
+    OF_THE_RUN,
+    bad_bodies,
+    check_anchor,
+    check_composite,
+    check_digest,
+    require_run_fault,
+)
 from deltastore.repository.fetch import fetch_blocks
-from deltastore.repository.full import CHUNK_BYTES, WEIGHTS_SUFFIX, fetch_full_state
-from deltastore.storage.store import ByteRange
+from deltastore.repository.full import WEIGHTS_SUFFIX, fetch_full_state
+from deltastore.repository.rebuild import replay
 
 if TYPE_CHECKING:
+    from deltastore.clock import Clock
     from deltastore.format.layout import BitState
     from deltastore.format.manifest import VersionManifest
-    from deltastore.maintenance.fsck_chain import Chain
+    from deltastore.maintenance.fsck_chain import Chain, CheckedShortcut
     from deltastore.repository.run import Run
-
-_OF_THE_RUN = (NotFoundError, FormatError, IntegrityError, InvalidInputError)
 
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -45,26 +47,94 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
     """A Progress that keeps nothing."""
 
 
-def replay_chain(run: Run, chain: Chain, *, streams: int, progress: Progress) -> None:
-    """Read every object of the chain and replay it, adding findings to `chain`."""
-    total_bytes = sum(m.core.delta_bytes for m in chain.manifests.values())
-    done_bytes = 0
+def replay_chain(run: Run, chain: Chain, *, streams: int, clock: Clock, progress: Progress) -> None:
+    """Read every object of the chain and its shortcuts, and replay, adding findings to `chain`."""
+    meter = _Meter(
+        sum(m.core.delta_bytes for v, m in chain.manifests.items() if v not in chain.gone)
+        + sum(s.size_bytes for s in chain.shortcuts if s.whole),
+        progress,
+    )
     state: BitState | None = None
     last: VersionManifest | None = None
     before = -1
+    ways = _ways(chain)
     for version, manifest in sorted(chain.manifests.items()):
         full = manifest.core.kind is VersionKind.FULL
-        if full or version != before + 1 or version in chain.damaged:
+        if full or version != before + 1 or version in chain.damaged or version in chain.gone:
             state = None  # before the next one is read: two states need twice the memory
-        state = _replay_version(run, chain, manifest, state, streams)
+        if version not in chain.gone:
+            state = _replay_version(run, chain, manifest, state, streams)
+            meter.advance(manifest.core.delta_bytes)
+        if state is None and version in ways.targets:
+            state = _take_shortcut(run, chain, ways, version, streams, clock)
         if state is not None:
             chain.replayed += 1
             last = manifest
+        for shortcut in ways.composites.get(version, ()):
+            check_composite(run, chain, shortcut, state, streams=streams)
+            meter.advance(shortcut.size_bytes)
         before = version
-        done_bytes += manifest.core.delta_bytes
-        progress(done_bytes, total_bytes)
     if state is not None and last is not None:
         _check_whole(chain, state, last)
+    state = None
+    for shortcut in ways.anchors.values():
+        check_anchor(run, chain, shortcut, streams=streams)
+        meter.advance(shortcut.size_bytes)
+
+
+class _Meter:
+    def __init__(self, total_bytes: int, progress: Progress) -> None:
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._progress = progress
+
+    def advance(self, size_bytes: int) -> None:
+        self._done_bytes += size_bytes
+        self._progress(self._done_bytes, self._total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """The whole shortcuts: anchors by version, composites by where they start, all targets."""
+
+    anchors: dict[int, CheckedShortcut]
+    composites: dict[int, list[CheckedShortcut]]
+    targets: set[int]
+
+
+def _ways(chain: Chain) -> _Ways:
+    anchors: dict[int, CheckedShortcut] = {}
+    composites: dict[int, list[CheckedShortcut]] = {}
+    for shortcut in chain.shortcuts:
+        if not shortcut.whole:
+            continue
+        if shortcut.base is None:
+            anchors[shortcut.version] = shortcut
+        else:
+            composites.setdefault(shortcut.base, []).append(shortcut)
+    targets = {shortcut.version for shortcut in chain.shortcuts if shortcut.whole}
+    return _Ways(anchors, composites, targets)
+
+
+def _take_shortcut(
+    run: Run, chain: Chain, ways: _Ways, version: int, streams: int, clock: Clock
+) -> BitState | None:
+    """Where the chain itself does not lead: the state by an anchor, or by any other way there is.
+
+    None when that fails too: what is wrong is, or will be, a finding of its own.
+    """
+    anchor = ways.anchors.get(version)
+    if anchor is not None:
+        state = check_anchor(run, chain, anchor, streams=streams)
+        if state is not None:
+            return state
+    if version not in chain.reachable():
+        return None
+    try:
+        return replay(run, version, clock=clock, streams=streams).state
+    except OF_THE_RUN as err:
+        require_run_fault(err)
+        return None
 
 
 def _replay_version(
@@ -78,8 +148,8 @@ def _replay_version(
             made = _read_full(run, manifest, streams)
         else:
             made = _apply_delta(run, manifest, state, streams)
-    except _OF_THE_RUN as err:
-        _require_run_fault(err)
+    except OF_THE_RUN as err:
+        require_run_fault(err)
         found = _read_each(run, chain, manifest)
         if not found and not damaged_before:
             chain.damage(finding_of(err, version=core.version, key=err.key))
@@ -95,7 +165,7 @@ def _read_full(run: Run, manifest: VersionManifest, streams: int) -> BitState | 
     state = fetch_full_state(run, manifest, streams=streams)
     for file in files:
         if file.key is not None and not file.name.endswith(WEIGHTS_SUFFIX):
-            _check_digest(run, file.key, file.size_bytes, file.sha256)
+            check_digest(run, file.key, file.size_bytes, file.sha256)
     return state
 
 
@@ -121,43 +191,15 @@ def _apply_delta(
 def _read_each(run: Run, chain: Chain, manifest: VersionManifest) -> bool:
     """After a failure: read the version's objects one by one, so that every bad one is named."""
     core = manifest.core
-    found = False
-    known = {f.key for f in chain.findings if f.severity is Severity.ERROR}
     named = [(s.key, s.size_bytes, s.sha256) for s in core.segments]
     named += [(f.key, f.size_bytes, f.sha256) for f in core.files if f.key is not None]
-    for key, size_bytes, sha256 in named:
-        if key in known:
-            found = True
-            continue
-        try:
-            _check_digest(run, key, size_bytes, sha256)
-        except _OF_THE_RUN as err:
-            _require_run_fault(err)
+    known = {f.key for f in chain.findings if f.severity is Severity.ERROR}
+    found = False
+    for key, err in bad_bodies(run, named, known):
+        found = True
+        if err is not None:
             chain.damage(finding_of(err, version=core.version, key=key))
-            found = True
     return found
-
-
-def _check_digest(run: Run, key: str, size_bytes: int, sha256: str) -> None:
-    """Read an object in pieces and compare its SHA-256: a shard need not fit into memory."""
-    digest = hashlib.sha256()
-    if size_bytes <= CHUNK_BYTES:
-        digest.update(run.store.get(key))  # also the way to read an empty object: no range fits it
-    else:
-        for start in range(0, size_bytes, CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, size_bytes)
-            digest.update(run.store.get(key, ByteRange(start, end)))
-    if digest.hexdigest() != sha256:
-        raise IntegrityError(
-            "the object has another SHA-256 than its manifest says", kind=Kind.DIGEST, key=key
-        )
-
-
-def _require_run_fault(error: DeltastoreError) -> None:
-    """A bucket that vanished, or a wrong argument, says nothing of the run: let it pass."""
-    shorter = error.kind is Kind.RANGE  # the object ends before its manifest says
-    if error.kind is Kind.BUCKET_MISSING or (isinstance(error, InvalidInputError) and not shorter):
-        raise error
 
 
 def _check_whole(chain: Chain, state: BitState, manifest: VersionManifest) -> None:

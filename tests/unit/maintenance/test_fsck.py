@@ -257,14 +257,10 @@ def test_orphans_and_strays(copy: Copy) -> None:
     )
 
 
-def test_shortcuts_and_rollouts_are_left_alone(copy: Copy) -> None:
-    """Shortcuts are said to be unchecked, their bodies and rollouts are no orphans."""
-    anchor = f"{NAME}/anchors/{2:010d}.json"
-    body = f"{NAME}/anchors/{2:010d}/attempt/model.safetensors"
-    rollout = f"{NAME}/rollouts/{2:010d}/job/{'1' * 32}-{'a' * 64}"
-    for key in (anchor, body, rollout):
-        copy.write(key, b"x")
-    assert found(copy.check(deep=True)) == [("note", "unchecked", 2, anchor)]
+def test_rollouts_are_left_alone(copy: Copy) -> None:
+    """Results of rollouts belong to no version and are no orphans."""
+    copy.write(f"{NAME}/rollouts/{2:010d}/job/{'1' * 32}-{'a' * 64}", b"x")
+    assert copy.check(deep=True).findings == ()
 
 
 @pytest.mark.parametrize("text", [b"", b"garbage", b"[]", canonical_json({"version": 1})])
