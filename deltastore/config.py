@@ -83,6 +83,7 @@ class FollowerSettings:
     poll_hinted_s: float = 10.0  # while hints arrive, polling is only a safety net
     stage_max_bytes: int = 2 << 30  # decoded changes waiting for a safe point
     undo_max_bytes: int = 1 << 30  # old bits kept for non-reversible blocks
+    scratch_max_bytes: int = 64 << 20  # old bits kept from the first pass for the second
     full_check_every_versions: int = 64
 
     def __post_init__(self) -> None:
@@ -95,7 +96,8 @@ class FollowerSettings:
             "at least poll_min_s",
         )
         require(self.stage_max_bytes > 0, "stage_max_bytes", self.stage_max_bytes, "positive")
-        require(self.undo_max_bytes >= 0, "undo_max_bytes", self.undo_max_bytes, "not negative")
+        for name in ("undo_max_bytes", "scratch_max_bytes"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "not negative")
         require(
             self.full_check_every_versions >= 1,
             "full_check_every_versions",

@@ -9,7 +9,9 @@ Two passes over the blocks at a safe point:
 After a rollback the whole fingerprint is taken; if it is not the base's, the actor is poisoned: it
 refuses every further activation, and its caller must refuse to serve, until it has re-anchored.
 
-Memory: one block's old and new bits, plus the undo log.
+Memory: one block's old and new bits, the undo log, and `scratch_max_bytes` of old bits that the
+first pass keeps for the second, so that they are read once. None of it depends on the shape of the
+weights: one changed element costs one element.
 """
 
 from __future__ import annotations
@@ -131,13 +133,15 @@ class Applier:
         return self._active
 
     def _activate_blocks(self, update: StagedUpdate) -> None:
-        self._verify(update)
+        kept = self._verify(update)
         undo: list[Block] = []
         kept_bytes = 0
         writing: tuple[Block, Bits] | None = None
         try:
-            for block in update.blocks:
-                old = self._target.gather(block.tensor, block.box, block.indices)
+            for number, block in enumerate(update.blocks):
+                old = kept.pop(number, None)
+                if old is None:
+                    old = self._target.gather(block.tensor, block.box, block.indices)
                 writing = (block, old)
                 self._target.scatter(block.tensor, block.box, block.indices, new_bits(block, old))
                 writing = None
@@ -155,15 +159,23 @@ class Applier:
                 hint="the weights are still at the version before; it will be tried again",
             ) from err
 
-    def _verify(self, update: StagedUpdate) -> None:
-        """Pass 1: prove on the live weights that every block does what it declares."""
+    def _verify(self, update: StagedUpdate) -> dict[int, Bits]:
+        """Pass 1: prove on the live weights that every block does what it declares.
+
+        Returns the old bits of the first blocks, as many as the scratch memory holds.
+        """
         layout = self._target.layout
         total = self._active.fingerprint
         found: list[tuple[Block, Fingerprint]] = []
-        for block in update.blocks:
+        kept: dict[int, Bits] = {}
+        left_bytes = self._settings.scratch_max_bytes
+        for number, block in enumerate(update.blocks):
             old = self._target.gather(block.tensor, block.box, block.indices)
             change = block_change(layout, block, old, new_bits(block, old))
             found.append((block, change))
+            if old.nbytes <= left_bytes:
+                kept[number] = old
+                left_bytes -= old.nbytes
             total = total + change
         wrong = [layout.tensors[tensor].name for tensor in unsettled_tensors(found)]
         if wrong:
@@ -181,6 +193,7 @@ class Applier:
                 version=update.target.version,
                 hint="stage it again",
             )
+        return kept
 
     def _roll_back(
         self,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.box import Box
+from deltastore.format.kernels_apply import gather, scatter
+from deltastore.format.kernels_base import frozen
 from deltastore.format.layout import BitState, Layout, TensorEntry
 from deltastore.format.mixing import fingerprint_state
 from deltastore.pipeline.protocols import SourceBox
@@ -12,7 +17,6 @@ from deltastore.pipeline.protocols import SourceBox
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from deltastore.format.dtypes import Bits
@@ -50,7 +54,13 @@ class HostTarget:
 
     def gather(self, tensor: int, box: Box, indices: NDArray[np.uint32] | None) -> Bits:
         """The patterns at those indices of the box (None: the whole box), as a flat copy."""
-        return self._read(tensor, box, indices)
+        bits_of = self.state.arrays[tensor]
+        if box.flat and indices is None:
+            return bits_of[box.start[0] : box.start[0] + box.shape[0]].copy()
+        places, base = self._places(tensor, box, indices)
+        picked: Bits = np.empty(places.size, bits_of.dtype)
+        gather(bits_of, places, base, picked)
+        return picked
 
     def scatter(
         self, tensor: int, box: Box, indices: NDArray[np.uint32] | None, bits: Bits
@@ -60,20 +70,29 @@ class HostTarget:
         if box.flat and indices is None:
             bits_of[box.start[0] : box.start[0] + box.shape[0]] = bits
             return
-        bits_of[self._offsets(tensor, box, indices)] = bits
+        places, base = self._places(tensor, box, indices)
+        if bits.dtype != bits_of.dtype or bits.shape != places.shape:
+            raise InvalidInputError(
+                f"{bits.size} {bits.dtype} patterns for {places.size} of {bits_of.dtype}",
+                kind=Kind.TENSOR_SHAPE,
+            )
+        scatter(bits_of, places, base, frozen(bits))
 
     def fingerprint(self) -> Fingerprint:
         """One pass over the state."""
         return fingerprint_state(self.state)
 
-    def _read(self, tensor: int, box: Box, indices: NDArray[np.uint32] | None) -> Bits:
-        bits_of = self.state.arrays[tensor]
-        if box.flat and indices is None:
-            return bits_of[box.start[0] : box.start[0] + box.shape[0]].copy()
-        picked: Bits = bits_of[self._offsets(tensor, box, indices)]
-        return picked
-
-    def _offsets(
+    def _places(
         self, tensor: int, box: Box, indices: NDArray[np.uint32] | None
-    ) -> NDArray[np.int64]:
-        return box.offsets_of(indices, self.layout.tensors[tensor].element_shape)
+    ) -> tuple[NDArray[np.integer[Any]], int]:
+        """Offsets in the tensor and what to add to them; checked, for the kernels do not."""
+        shape = self.layout.tensors[tensor].element_shape
+        if not box.fits(shape) or (
+            indices is not None and indices.size and int(indices.max()) >= box.elements
+        ):
+            raise InvalidInputError(
+                f"indices or box {box} leave {self.layout.tensors[tensor].name!r}", kind=Kind.BOX
+            )
+        if box.flat and indices is not None:
+            return frozen(indices), box.start[0]
+        return frozen(box.offsets_of(indices, shape)), 0
