@@ -30,14 +30,26 @@ class RetrySchedule:
     """Tries in all: with the other defaults about 6 s of waiting on average, 11 s at most."""
     base_s: float = 0.1
     cap_s: float = 5.0
+    throttled_attempts: int = 32
+    """Tries in all while the store answers "slow down": it lives, and half a minute is usual.
+
+    With the other defaults 65 s of waiting on average; one client in a million has less than 30 s.
+    """
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or not 0 <= self.base_s <= self.cap_s < float("inf"):
+        waits = 0 <= self.base_s <= self.cap_s < float("inf")
+        if not waits or min(self.attempts, self.throttled_attempts) < 1:
             raise InvalidInputError(
                 f"retry schedule {self} is not possible",
                 kind=Kind.SETTING,
-                hint="attempts >= 1 and 0 <= base_s <= cap_s",
+                hint="attempts and throttled_attempts >= 1, and 0 <= base_s <= cap_s",
             )
+
+    def allowed(self, err: DeltastoreError) -> int:
+        """How many tries there are in all while they fail like this."""
+        if err.kind is Kind.THROTTLED:
+            return max(self.attempts, self.throttled_attempts)
+        return self.attempts
 
     def delay_s(self, failures: int, jitter: Jitter) -> float:
         """The wait after that many failures in a row (1 for the first)."""
@@ -75,6 +87,6 @@ class Retrier:
                 if progress and progress() > reached:
                     reached, failures = progress(), 0
                 failures += 1
-                if not is_retryable(err) or failures >= self.schedule.attempts:
+                if not is_retryable(err) or failures >= self.schedule.allowed(err):
                     raise
             self.clock.sleep_s(self.schedule.delay_s(failures, self.jitter))

@@ -105,4 +105,7 @@ class S3Calls:
 
     def without_retries(self) -> S3Calls:
         """The same with one try each, for use inside a loop that retries."""
-        return replace(self, retrier=replace(self.retrier, schedule=RetrySchedule(attempts=1)))
+        return replace(
+            self,
+            retrier=replace(self.retrier, schedule=RetrySchedule(attempts=1, throttled_attempts=1)),
+        )

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from deltastore.clock import SystemClock
 from deltastore.testing.s3_proxy_actions import (
     Before,
+    Choose,
     CutBody,
     CutRequest,
     DateLater,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Before",
+    "Choose",
     "CutBody",
     "CutRequest",
     "DateLater",
@@ -107,7 +109,7 @@ class S3Proxy:
             pass
 
         Handler.state = state
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Listener(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         # Connections inherit it. Else the kernel would take whole bodies while a rule reads slowly.
         self._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
@@ -161,6 +163,10 @@ class S3Proxy:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Listener(ThreadingHTTPServer):
+    request_queue_size = 256  # the default of 5 refuses clients that come together
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -221,6 +227,8 @@ class _Handler(BaseHTTPRequestHandler):
         return bytes(body)
 
     def _act(self, action: ProxyAction | None, body: bytes) -> None:
+        if isinstance(action, Choose):
+            action = action.choose(self.path)
         if isinstance(action, DropRequest):
             self._hang_up()
             return

@@ -108,8 +108,16 @@ class Before:
     action: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Choose:
+    """What happens is decided when the request comes, by its target; None lets it through."""
+
+    choose: Callable[[str], Reply | None]
+
+
 ProxyAction: TypeAlias = (
-    DropRequest
+    Choose
+    | DropRequest
     | DropResponse
     | CutBody
     | CutRequest

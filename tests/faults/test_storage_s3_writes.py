@@ -313,7 +313,7 @@ def test_slow_down_for_ever_is_an_error_with_a_name(s3_store: S3Store, proxy: S3
         s3_store.put("k", b"x", mode=CREATE)
     assert caught.value.kind is Kind.THROTTLED
     assert "streams" in str(caught.value.hint)
-    assert _sent(proxy, "PUT") == RetrySchedule().attempts
+    assert _sent(proxy, "PUT") == RetrySchedule().throttled_attempts
 
 
 def test_a_large_put_copies_no_more_than_its_parts_in_flight(
