@@ -91,6 +91,7 @@ class Report:
         gone: versions that retention took the bodies of.
         shortcuts: anchors and composites that are whole.
         proved: of those, how many were compared with what replay gives (0 unless deep).
+        lost: runs of versions, first and last, that cannot be rebuilt from this bucket.
     """
 
     findings: tuple[Finding, ...]
@@ -105,6 +106,7 @@ class Report:
     gone: int = 0
     shortcuts: int = 0
     proved: int = 0
+    lost: tuple[tuple[int, int], ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -78,6 +78,7 @@ def check_run(
         gone=len(chain.gone),
         shortcuts=len(whole),
         proved=sum(shortcut.proved for shortcut in whole),
+        lost=tuple(chain.unreachable()),
     )
 
 
