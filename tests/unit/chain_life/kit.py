@@ -11,6 +11,7 @@ import numpy as np
 from deltastore.chain.diff import diff_tensor
 from deltastore.format.block import total_change
 from deltastore.format.dtypes import DType
+from deltastore.format.fingerprint import ZERO
 from deltastore.format.layout import Layout, TensorEntry
 from deltastore.format.manifest import SegmentRef, VersionKind, VersionManifest
 from deltastore.format.mixing import fingerprint_state
@@ -29,9 +30,12 @@ from deltastore.testing.clock import FakeClock
 from tests.unit.pipeline.harness import random_state, write_files
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from deltastore.events import Event
+    from deltastore.format.block import Block
+    from deltastore.format.layout import BitState
     from deltastore.format.signing import Signer
     from deltastore.storage.store import ObjectStore
 
@@ -56,11 +60,12 @@ class Chain:
     events: list[Event] = field(default_factory=list)
     parts: int = 1
     entries: tuple[TensorEntry, ...] = ENTRIES
+    start: BitState | None = None
 
     def __post_init__(self) -> None:
         self.store = self.store or MemoryStore(clock=self.clock)
-        self.layout = Layout.build(self.entries)
-        self.state = random_state(self.layout, 1)
+        self.layout = self.start.layout if self.start else Layout.build(self.entries)
+        self.state = self.start or random_state(self.layout, 1)
         self.rng = np.random.default_rng(2)
         self.states = {0: self.state.copy()}
         self.run: Run = create_run(
@@ -92,9 +97,7 @@ class Chain:
 
     def publish(self) -> VersionManifest:
         """Commit the present state as the next delta, in `parts` segments."""
-        base, before = self.head.core, self.states[self.head.core.version]
-        version = base.version + 1
-        identity = SegmentIdentity(self.layout.digest, base.version, version)
+        before = self.states[self.head.core.version]
         blocks = [
             block
             for tensor in range(len(self.layout))
@@ -102,14 +105,22 @@ class Chain:
                 self.layout, tensor, before.arrays[tensor], self.state.arrays[tensor]
             )
         ]
-        refs, encodings = [], set()
-        for number, part in enumerate(blocks[i :: self.parts] for i in range(self.parts)):
+        return self.commit([blocks[i :: self.parts] for i in range(self.parts)])
+
+    def commit(self, segments: Sequence[Sequence[Block]]) -> VersionManifest:
+        """Commit the next delta, of these segments."""
+        base = self.head.core
+        version = base.version + 1
+        identity = SegmentIdentity(self.layout.digest, base.version, version)
+        refs, encodings, change = [], set(), ZERO
+        for number, part in enumerate(segments):
             body = encode_segment(self.layout, identity, part)
             digest = hashlib.sha256(body).hexdigest()
             key = self.run.keys.segment(version, number, digest)
             self.run.store.put(key, body, mode=PutMode.CREATE)
             refs.append(SegmentRef(key, len(body), digest, sum(b.nnz for b in part)))
             encodings |= segment_encodings(body)
+            change = change + total_change(part)
         core = replace(
             base,
             version=version,
@@ -120,7 +131,7 @@ class Chain:
             files=(),
             nnz=sum(ref.nnz for ref in refs),
             fingerprint_before=base.fingerprint_after,
-            fingerprint_after=base.fingerprint_after + total_change(blocks),
+            fingerprint_after=base.fingerprint_after + change,
             encodings=tuple(sorted(encodings)),
             step_first=version,
             step_last=version,
