@@ -77,6 +77,63 @@ def read_numbers(data: Array, at: Any, out: Array) -> Any:
 
 
 @kernel
+def encode_rice(indices: Array, parameter: Any, rice: Array, start: Any) -> Any:
+    """Write one block's gaps as Rice codes from byte `start` on; returns where the next byte is."""
+    k = U(parameter)
+    mask = (U(1) << k) - U(1)
+    at = np.int64(start)
+    word: Any = U(0)
+    filled: Any = U(0)
+    previous = np.int64(-1)
+    i = U(0)
+    count = U(indices.size)
+    while i < count:
+        gap = U(np.int64(indices[i]) - previous - 1)
+        previous = np.int64(indices[i])
+        q: Any = gap >> k
+        i += U(1)
+        if i < count and q + k <= U(27):
+            # Two codes at once, where both are short: half as many stores that wait for each other.
+            next_gap = U(np.int64(indices[i]) - previous - 1)
+            next_q = next_gap >> k
+            if next_q + k <= U(27):
+                previous = np.int64(indices[i])
+                i += U(1)
+                size = q + U(1) + k
+                code = (((gap & mask) << U(1)) | U(1)) << q
+                code |= ((((next_gap & mask) << U(1)) | U(1)) << next_q) << size
+                word |= code << filled
+                store_u64(rice, at, word)
+                filled += size + next_q + U(1) + k
+                at += np.int64(filled >> U(3))
+                word >>= filled & ~U(7)
+                filled &= U(7)
+                continue
+        if q + k > U(55):
+            while q > U(48):
+                store_u64(rice, at, word)
+                filled += U(48)
+                at += np.int64(filled >> U(3))
+                word = U(0)
+                filled &= U(7)
+                q -= U(48)
+            # The bits already in the open byte were stored; keep them for the next store.
+            store_u64(rice, at, word)
+            filled += q
+            at += np.int64(filled >> U(3))
+            word = U(0) if filled >= U(8) else word
+            filled &= U(7)
+            q = U(0)
+        word |= ((((gap & mask) << U(1)) | U(1)) << q) << filled
+        store_u64(rice, at, word)
+        filled += q + U(1) + k
+        at += np.int64(filled >> U(3))
+        word >>= filled & ~U(7)
+        filled &= U(7)
+    return at + np.int64(filled != U(0))
+
+
+@kernel
 def encode_indices(
     indices: Array,
     ends: Array,
@@ -101,44 +158,14 @@ def encode_indices(
         end = ends[block]
         previous = np.int64(-1)
         if encodings[block] == RICE:
-            k = U(parameters[block])
-            mask = (U(1) << k) - U(1)
-            word: Any = U(0)
-            filled: Any = U(0)
-            for i in range(begin, end):
-                gap: Any = U(np.int64(indices[i]) - previous - 1)
-                previous = np.int64(indices[i])
-                q: Any = gap >> k
-                if q + k > U(55):
-                    while q > U(48):
-                        store_u64(rice, rice_at, word)
-                        filled += U(48)
-                        rice_at += np.int64(filled >> U(3))
-                        word = U(0)
-                        filled &= U(7)
-                        q -= U(48)
-                    # The bits already in the open byte were stored; keep them for the next store.
-                    store_u64(rice, rice_at, word)
-                    filled += q
-                    rice_at += np.int64(filled >> U(3))
-                    word = U(0) if filled >= U(8) else word
-                    filled &= U(7)
-                    q = U(0)
-                word |= ((((gap & mask) << U(1)) | U(1)) << q) << filled
-                store_u64(rice, rice_at, word)
-                filled += q + U(1) + k
-                rice_at += np.int64(filled >> U(3))
-                word >>= filled & ~U(7)
-                filled &= U(7)
-            if filled:
-                rice_at += 1
+            rice_at = encode_rice(indices[begin:end], parameters[block], rice, rice_at)
         elif encodings[block] == LEB128:
             for i in range(begin, end):
                 leb_at = put_leb128(np.int64(indices[i]) - previous - 1, leb, leb_at)
                 previous = np.int64(indices[i])
         elif encodings[block] == GAP16:
             for i in range(begin, end):
-                gap = np.int64(indices[i]) - previous - 1
+                gap: Any = np.int64(indices[i]) - previous - 1
                 previous = np.int64(indices[i])
                 if gap >= ESCAPE:
                     wide_at = put_leb128(gap - ESCAPE, wide, wide_at)
