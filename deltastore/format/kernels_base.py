@@ -17,9 +17,14 @@ from numba.extending import intrinsic as numba_intrinsic
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import sys
+from collections.abc import Callable
 
 Array: TypeAlias = NDArray[Any]
+if sys.byteorder != "little":
+    # Words are loaded from and stored to the format's bytes as they are.
+    raise ImportError("deltastore's kernels need a little-endian machine")
+
 _U64 = ir.IntType(64)
 trailing_zeros: Any = _trailing_zeros
 """How many low bits of an unsigned number are 0 (64 where all are)."""
