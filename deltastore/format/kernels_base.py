@@ -6,6 +6,7 @@ All kernels release the GIL, are compiled at first use and cached on disk, do no
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numba
@@ -17,8 +18,7 @@ from numba.extending import intrinsic as numba_intrinsic
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    import sys
-from collections.abc import Callable
+    from collections.abc import Callable
 
 Array: TypeAlias = NDArray[Any]
 if sys.byteorder != "little":
