@@ -2,6 +2,9 @@
 
 All kernels release the GIL, are compiled at first use and cached on disk, do no bounds checks
 (callers check before they call), and never do float arithmetic on patterns.
+
+A cached kernel is compiled anew when its own file changes, not when a function changes that it
+calls from another file: after editing this file or the mix, delete `__pycache__` here.
 """
 
 from __future__ import annotations
