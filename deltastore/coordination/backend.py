@@ -35,6 +35,7 @@ from deltastore.coordination.records import (
     JobOffer,
     Lease,
     Member,
+    Pull,
     ReapedJob,
     ReapOutcome,
     RunningLease,
@@ -68,6 +69,7 @@ __all__ = [
     "JobOffer",
     "Lease",
     "Member",
+    "Pull",
     "ReapOutcome",
     "ReapedJob",
     "RunningLease",
@@ -140,6 +142,15 @@ class Coordination(Protocol):
         Only jobs whose gate holds (version, policy_hash). The time is `lease_s`, doubled per
         earlier attempt of the job. `token` is made by the caller (or here when None): asking
         again with the token of a lease that still runs returns that lease.
+        """
+        ...
+
+    def limit_pulls(self, pulls: Mapping[str, Pull], for_s: float) -> None:
+        """Limit what actors take of the open pool, for `for_s`; replaces earlier limits.
+
+        An actor takes up to `left` jobs. One that holds nothing and has none left gets another
+        handful if it is one of the sharers: half an even part of the pool, at least one. Actors
+        that are not named are not limited, so that nothing waits for somebody who cannot come.
         """
         ...
 

@@ -6,6 +6,7 @@ milliseconds and answers exactly as the script of the same name does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from deltastore.coordination.records import (
     AdmittedResult,
     JobCounts,
     Lease,
+    Pull,
     ReapedJob,
     ReapOutcome,
     RunningLease,
@@ -48,6 +50,8 @@ class JobTable:
         self._results: dict[str, AdmittedResult] = {}
         self._samples: dict[str, list[ThroughputSample]] = {}
         self._outcomes = dict.fromkeys(Settled, 0)
+        self._pulls: dict[str, Pull] = {}
+        self._pulls_until_ms = 0
 
     # offering
 
@@ -139,15 +143,19 @@ class JobTable:
         held = sum(job.grant is not None and job.grant.holder == actor_id for job in self._all())
         if held >= MAX_LEASES_PER_ACTOR:
             return None
-        pools = (
-            lambda job: job.state is JobState.DEALT and job.dealt_to == actor_id,
-            lambda job: job.state is JobState.OPEN,
-        )
+        pull = self._pull_limit(actor_id, held, now_ms)
+        pools: list[Callable[[Job], bool]] = [
+            lambda job: job.state is JobState.DEALT and job.dealt_to == actor_id
+        ]
+        if pull is None or pull.left:
+            pools.append(lambda job: job.state is JobState.OPEN)
         for pool in pools:
             for job in islice(filter(pool, self._all()), SCAN_MAX):
                 closed = job.closes_ms is not None and job.closes_ms < now_ms
                 if closed or (version, policy_hash) not in job.gate:
                     continue
+                if pull is not None and job.state is JobState.OPEN:
+                    self._pulls[actor_id] = replace(pull, left=pull.left - 1)
                 expires_ms = now_ms + (lease_ms << (job.attempt - 1))
                 job.state, job.dealt_to, job.handed_back_token = JobState.LEASED, None, None
                 job.grant = Grant(
@@ -157,7 +165,21 @@ class JobTable:
         return None
 
     def _all(self) -> list[Job]:
-        return sorted(self._jobs.values(), key=lambda job: job.sequence)
+        live = (job for job in self._jobs.values() if job.state in LIVE)
+        return sorted(live, key=lambda job: job.sequence)
+
+    def limit_pulls(self, pulls: dict[str, Pull], until_ms: int) -> None:
+        """Limit what actors take of the open pool, up to a moment."""
+        self._pulls, self._pulls_until_ms = dict(pulls), until_ms
+
+    def _pull_limit(self, actor_id: str, held: int, now_ms: int) -> Pull | None:
+        pull = self._pulls.get(actor_id)
+        if pull is None or self._pulls_until_ms < now_ms:
+            return None
+        if pull.left < 1 and pull.sharers and not held:
+            handful = self.counts().open // (2 * pull.sharers)
+            return replace(pull, left=max(1, handful))
+        return pull
 
     def renew(
         self,

@@ -10,7 +10,7 @@ MAX_ACTORS = 4_096
 MAX_JOBS = 16_384  # live jobs plus admitted results nobody has taken
 MAX_ENDED = 65_536  # settled, parked and closed names kept for late callers, each
 MAX_LEASES_PER_ACTOR = 64
-MAX_SAMPLES = 32  # per actor: enough to fit t = a + b n, small enough to read whole
+MAX_SAMPLES = 128  # per actor: two full hands of leases, small enough to read whole
 MAX_ATTEMPTS = 3  # a third expiry parks the job: its prompt never ends
 MAX_TAKE = 1_024  # results per call
 SCAN_MAX = 1_024  # jobs of another gate that a grant steps over per pool, a multiple of 64

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         JobCounts,
         JobOffer,
         Lease,
+        Pull,
         ReapedJob,
         RunningLease,
         Settled,
@@ -203,6 +204,13 @@ class MemoryCoordination:
                 now_ms,
                 lambda: not seat.first_lease(),
             )
+
+    def limit_pulls(self, pulls: Mapping[str, Pull], for_s: float) -> None:
+        """Limit what actors take of the open pool."""
+        for_ms = to_ms(check_ttl_s(for_s, "for_s"))
+        checked = {check_name(actor): pull for actor, pull in pulls.items()}
+        with self._lock:
+            self._jobs.limit_pulls(checked, self._now_ms() + for_ms)
 
     def renew(
         self, job_id: str, token: str, tokens_done: int, lease_s: float, max_lease_s: float

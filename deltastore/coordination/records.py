@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from deltastore.coordination.limits import MAX_ATTEMPTS
+from deltastore.coordination.limits import MAX_ACTORS, MAX_ATTEMPTS
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.ids import check_name, check_version, is_sha256, is_token
 
@@ -265,6 +265,23 @@ class Settlement:
         check_count(self.result_bytes, "result_bytes", MAX_RESULT_BYTES)
         check_count(self.tokens, "tokens", MAX_TOKENS)
         check_name(self.region, "region")
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """How much of the open pool an actor may take, so that a slow one does not take what others
+    would have finished before it.
+    """
+
+    left: int
+    """Jobs it may take at once, beside its own share."""
+    sharers: int
+    """How many actors share what is left when somebody runs out of work; 0: not this one."""
+
+    def __post_init__(self) -> None:
+        """Refuse what a script could not count with."""
+        check_count(self.left, "left", 2**31)
+        check_count(self.sharers, "sharers", MAX_ACTORS)
 
 
 @dataclass(frozen=True, slots=True)

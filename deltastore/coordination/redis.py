@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         AdmittedResult,
         HeadHint,
         JobOffer,
+        Pull,
         Settlement,
     )
 
@@ -201,6 +202,13 @@ class RedisCoordination:
             attempt,
             counts == 1,
         )
+
+    def limit_pulls(self, pulls: Mapping[str, Pull], for_s: float) -> None:
+        """Limit what actors take of the open pool."""
+        args: list[str | int] = [wire.to_ms(check_ttl_s(for_s, "for_s"))]
+        for actor_id, pull in pulls.items():
+            args += (check_name(actor_id), wire.dump_pull(pull))
+        self._call("limit_pulls", *args)
 
     def renew(
         self, job_id: str, token: str, tokens_done: int, lease_s: float, max_lease_s: float

@@ -27,6 +27,7 @@ NAMES = (
     "hand_back",
     "heartbeat",
     "leave",
+    "limit_pulls",
     "members",
     "now",
     "offer",

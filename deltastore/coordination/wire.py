@@ -16,6 +16,7 @@ from deltastore.coordination.records import (
     AdmittedResult,
     HeadHint,
     JobOffer,
+    Pull,
     RunningLease,
     Settlement,
     ThroughputSample,
@@ -162,6 +163,11 @@ def dump_job(job: JobOffer) -> str:
     if job.closes_at_s is not None:
         fields["closes"] = to_ms(job.closes_at_s)
     return _dump(fields)
+
+
+def dump_pull(pull: Pull) -> str:
+    """A limit as the grant script reads it."""
+    return _dump({"left": pull.left, "sharers": pull.sharers})
 
 
 _ADMITTED: dict[str, tuple[type, ...]] = {

@@ -1,8 +1,9 @@
 """One bad measurement must not take the batch: averages here are finite, bounded and slow to lie.
 
 The rule is tau <- b tau + (1 - b) tokens / elapsed. Leases differ in length, so a sample that
-lasted k times the usual length stands for k usual ones: b = BETA ** k, with k held between 1/4
-and 4. With leases of one length this is the plain rule.
+lasted k times the usual length stands for k usual ones, and one of k leases side by side for k:
+b = BETA ** k, with k held between 1/4 and 4. With single leases of one length this is the plain
+rule.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ BETA = 0.8  # a change of speed is 2/3 seen after five leases
 MAX_RATE_TOKENS_PER_S = 1e9  # no engine makes more; a larger figure is a broken clock
 MAX_GROWTH = 4.0  # one sample counts as at most this many times the average so far
 MIN_ELAPSED_S = 1e-3  # the resolution of the backend's clock
-HALF_LIFE_S = 600.0  # an average nobody refreshed drifts to the peers' median
+STEADY_S = 1800.0  # an average stands so long: to try a slow actor again costs a slow step
+HALF_LIFE_S = 600.0  # then, if nobody refreshed it, it drifts to the peers' median
 DEFAULT_RATE_TOKENS_PER_S = 1.0  # only ratios matter while nothing is known of anybody
-_MAX_STRETCH = 4.0
+MAX_COUNT = 4.0  # one measurement counts as at most this many leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,13 @@ class Ema:
     """The average length of its leases."""
     updated_at_s: float = 0.0
 
-    def fold(self, tokens: float, elapsed_s: float, at_s: float, beta: float = BETA) -> Ema:
-        """The average after one more lease. Impossible samples change nothing."""
+    def fold(
+        self, tokens: float, elapsed_s: float, at_s: float, beta: float = BETA, *, count: int = 1
+    ) -> Ema:
+        """The average after one more measurement, of `count` leases that ran side by side.
+
+        Impossible samples change nothing.
+        """
         if not (math.isfinite(tokens) and math.isfinite(elapsed_s) and math.isfinite(at_s)):
             return self
         if tokens < 0 or elapsed_s < 0:
@@ -49,7 +56,8 @@ class Ema:
         if old > 0:
             rate = min(rate, MAX_GROWTH * old)
         stretch = elapsed_s / self.usual_s if self.usual_s > 0 else 1.0
-        keep = math.pow(beta, min(max(stretch, 1 / _MAX_STRETCH), _MAX_STRETCH))
+        stretch = max(1, count) * max(stretch, 1 / MAX_COUNT)
+        keep = math.pow(beta, min(stretch, MAX_COUNT))
         return Ema(
             keep * old + (1 - keep) * rate,
             beta * self.usual_s + (1 - beta) * elapsed_s,
@@ -63,7 +71,7 @@ class Ema:
             peers = DEFAULT_RATE_TOKENS_PER_S
         if own is None:
             return peers
-        age_s = max(0.0, now_s - self.updated_at_s) if math.isfinite(now_s) else 0.0
+        age_s = max(0.0, now_s - self.updated_at_s - STEADY_S) if math.isfinite(now_s) else 0.0
         weight = math.exp2(-age_s / HALF_LIFE_S)
         return weight * own + (1 - weight) * peers
 

@@ -1,8 +1,10 @@
 """A split that loses a group to rounding trains on less than it paid for: shares sum exactly.
 
 Groups are whole. Every eligible actor gets at least one where the batch allows, so that a slow or
-new one keeps being measured, and no weight counts for more than `MAX_OVER_MEDIAN` medians, so that
-one absurd average cannot take the batch.
+new one keeps being measured; but none that would make the step more than `MAX_OVERRUN` times as
+long: nobody waits for the slowest, and what was measured of it fades until it is tried again. No
+weight counts for more than `MAX_OVER_MEDIAN` medians, so that one absurd average cannot take the
+batch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 DEALT_FRACTION = 0.7  # the rest is pulled as slots free: it absorbs what the averages get wrong
 MAX_OVER_MEDIAN = 16.0  # the widest real mix of GPUs in one pool is about 10
 MIN_OVER_MEDIAN = 1e-3
+MAX_OVERRUN = 1.1
 _SMALLEST, _LARGEST = 1e-9, 1e12  # of rates, overheads and amounts of work that can be meant
 _BISECTIONS = 200
 
@@ -83,7 +86,11 @@ def split_batch(
     order = sorted(fastest_first, key=lambda i: shares[i] - quotas[i])
     for i in range(total_groups - sum(shares)):
         shares[order[i % len(order)]] += 1
-    _at_least_one(shares, fastest_first)
+    times_s = [_times_s(actor, tokens_per_group) for actor in actors]
+    ends_s = [a + b * share for (a, b), share in zip(times_s, shares, strict=True) if share]
+    step_s = max(ends_s, default=0.0)
+    worth = [a + b <= MAX_OVERRUN * step_s for a, b in times_s]
+    _at_least_one(shares, [i for i in fastest_first if worth[i] or shares[i]])
     return {actor.actor_id: share for actor, share in zip(actors, shares, strict=True)}
 
 
@@ -97,6 +104,13 @@ def _at_least_one(shares: list[int], fastest_first: Sequence[int]) -> None:
             return
         shares[richest] -= 1
         shares[i] = 1
+
+
+def _times_s(actor: ActorShare, tokens_per_group: float) -> tuple[float, float]:
+    """The (overhead, seconds per group) of an actor; no seconds where its speed is unknown."""
+    known = _SMALLEST <= actor.tokens_per_s <= _LARGEST
+    overhead_s = actor.overhead_s if 0 < actor.overhead_s <= _LARGEST else 0.0
+    return (overhead_s, tokens_per_group / actor.tokens_per_s) if known else (0.0, 0.0)
 
 
 def _finite(value: float) -> float:

@@ -17,12 +17,14 @@ from deltastore.coordination.backend import (
     MAX_JOBS,
     MAX_LEASES_PER_ACTOR,
     MAX_PAYLOAD_BYTES,
+    MAX_SAMPLES,
     ActorRecord,
     ActorState,
     ActorStatus,
     HeadHint,
     JobCounts,
     JobOffer,
+    Pull,
     ReapedJob,
     ReapOutcome,
     RunningLease,
@@ -237,6 +239,43 @@ class CoordinationTests:
         for _ in range(MAX_LEASES_PER_ACTOR):
             fleet.lease("a1")
         assert fleet.grant("a1") is None
+
+    def test_pulls_are_limited(self, fleet: Fleet) -> None:
+        """A limited actor takes its own share and `left` of the pool; empty-handed, a handful."""
+        fleet.join("slow", "fast", "free")
+        fleet.offer("s1", "s2", assigned_to="slow")
+        fleet.offer(*(f"p{i}" for i in range(12)))
+        fleet.coordination.limit_pulls({"slow": Pull(1, 0), "fast": Pull(0, 2)}, 60.0)
+        taken = [fleet.lease("slow") for _ in range(3)]
+        assert [lease.job_id for lease in taken] == ["s1", "s2", "p0"]
+        assert fleet.grant("slow") is None
+        handful = [fleet.lease("fast") for _ in range(2)]  # half of 11 over two sharers
+        assert fleet.grant("fast") is None
+        assert fleet.lease("free").job_id == "p3"
+        for lease in taken:
+            assert fleet.settle(lease, "slow") is Settled.ADMITTED
+        assert fleet.grant("slow") is None
+        for lease in handful:
+            assert fleet.settle(lease, "fast") is Settled.ADMITTED
+        assert [fleet.lease("fast").job_id for _ in range(2)] == ["p4", "p5"]
+        assert fleet.grant("fast") is None
+
+    def test_limits_on_pulls_end(self, fleet: Fleet) -> None:
+        """Limits hold until their time, and are replaced as a whole."""
+        fleet.join("a1", "a2")
+        fleet.offer("p1", "p2", "p3", "p4")
+        fleet.coordination.limit_pulls({"a1": Pull(0, 0), "a2": Pull(0, 0)}, 5.0)
+        assert fleet.grant("a1") is None
+        fleet.coordination.limit_pulls({"a2": Pull(0, 0)}, 5.0)
+        assert fleet.lease("a1").job_id == "p1"
+        fleet.advance_s(5)
+        assert fleet.grant("a2") is None
+        fleet.advance_s(0.001)
+        assert fleet.lease("a2").job_id == "p2"
+        fleet.coordination.limit_pulls({"a2": Pull(0, 1)}, 5.0)
+        assert fleet.grant("a2") is None  # it holds something
+        fleet.coordination.limit_pulls({}, 5.0)
+        assert fleet.lease("a2").job_id == "p3"
 
     def test_each_job_has_one_holder(self, fleet: Fleet) -> None:
         """CASE L4: threads that grant at once get every job exactly once."""
@@ -530,13 +569,13 @@ class CoordinationTests:
         ]
 
     def test_sample_times_are_a_cursor(self, fleet: Fleet) -> None:
-        """Samples of one actor in one millisecond still have increasing times; 32 are kept."""
+        """Samples of one actor in one millisecond still have increasing times; the newest are kept."""
         fleet.join("a1")
-        fleet.offer(*(f"j{i}" for i in range(40)))
-        for _ in range(40):
+        fleet.offer(*(f"j{i}" for i in range(MAX_SAMPLES + 8)))
+        for _ in range(MAX_SAMPLES + 8):
             assert fleet.settle(fleet.lease("a1"), "a1") is Settled.ADMITTED
         times_s = [s.at_s for s in fleet.coordination.throughput()["a1"].samples]
-        assert len(times_s) == 32
+        assert len(times_s) == MAX_SAMPLES
         assert times_s == sorted(set(times_s))
 
     def test_averages_expire(self, fleet: Fleet) -> None:

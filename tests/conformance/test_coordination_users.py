@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from deltastore.clock import SystemClock
-from deltastore.coordination.backend import ActorRecord, HeadHint, JobOffer, Settled
+from deltastore.coordination.backend import ActorRecord, HeadHint, JobOffer, Pull, Settled
 from deltastore.coordination.redis import RedisCoordination
 from deltastore.coordination.scripts import key_of, load_scripts, read_lua
 from deltastore.errors import CoordinationError, Kind
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 RUN = "mine"
 PASSWORD = "pass-" + secrets.token_hex(4)
 SCRIPTS = {
-    "trainer": "announce offer take reap withdraw counts members throughput set_throughput now",
+    "trainer": "announce offer limit_pulls take reap withdraw counts members throughput"
+    " set_throughput now",
     "actor": "register heartbeat leave grant renew hand_back settle",
     "observer": "members counts outcomes throughput running now",
 }
@@ -101,6 +102,7 @@ def test_each_role_can_do_its_job(connect: Callable[..., RedisCoordination]) -> 
         pass
     assert [job.job_id for job in trainer.reap()] == [lost.job_id]
     assert trainer.withdraw(["j3", third.job_id]) == 1
+    trainer.limit_pulls({"a2": Pull(1, 1)}, TTL_S)
     trainer.set_throughput({"a2": 5.0}, TTL_S)
     assert trainer.throughput()["a2"].tokens_per_s == 5.0
     for c in (trainer, observer):
@@ -118,6 +120,7 @@ _FORBIDDEN: dict[str, dict[str, Callable[[RedisCoordination], object]]] = {
         "reap": lambda c: c.reap(),
         "withdraw": lambda c: c.withdraw(["j1"]),
         "throughput": lambda c: c.set_throughput({"a1": 1e6}, TTL_S),
+        "limit_pulls": lambda c: c.limit_pulls({}, TTL_S),
     },
     "observer": {
         "announce": lambda c: c.announce_head(HeadHint(9, policy_hash_of(9), 9)),

@@ -29,11 +29,14 @@ def fleets(draw: st.DrawFn, values: st.SearchStrategy[float] = anything) -> list
 
 @given(total=st.integers(0, 100_000), actors=fleets(), tokens=rates)
 def test_shares_sum_to_the_batch(total: int, actors: list[ActorShare], tokens: float) -> None:
-    """CASE L12: for any measurements shares are whole, sum exactly, leave nobody out."""
+    """CASE L12: for any measurements shares are whole, sum exactly, leave out only the slow."""
     split = split_batch(total, actors, tokens_per_group=tokens)
     assert set(split) == {actor.actor_id for actor in actors}
     assert sum(split.values()) == total
-    assert min(split.values()) >= (1 if total >= len(actors) else 0)
+    assert min(split.values()) >= 0
+    unknown = [actor.actor_id for actor in actors if not 1e-9 <= actor.tokens_per_s <= 1e12]
+    if total >= len(actors):
+        assert all(split[actor_id] >= 1 for actor_id in unknown)  # else never known
 
 
 @given(total=st.integers(0, 10_000), speeds=st.lists(rates, min_size=1, max_size=12))

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deltastore.coordination.backend import MAX_ACTORS, ActorState
+from deltastore.coordination.backend import MAX_ACTORS, ActorState, Pull
 from deltastore.scheduling.gate import eligible
 from deltastore.scheduling.pace import Pace, shares
+from deltastore.scheduling.pull import pull_limits
 from deltastore.scheduling.split import Deal, deal
 
 if TYPE_CHECKING:
@@ -54,12 +55,15 @@ class Fleet:
         near = [m.actor_id for m in members if eligible(m, head_version, hashes) is not None]
         now_s = self._coordination.now_s()
         paces = {actor_id: self._paces[actor_id] for actor_id in near}
-        return deal(
-            groups,
-            shares(paces, now_s),
-            dealt_fraction=dealt_fraction,
-            tokens_per_group=tokens_per_group,
+        actors = shares(paces, now_s)
+        dealt = deal(
+            groups, actors, dealt_fraction=dealt_fraction, tokens_per_group=tokens_per_group
         )
+        limits = pull_limits(groups, actors, dealt, tokens_per_group=tokens_per_group)
+        known = any(pace.ema.tokens_per_s is not None for pace in paces.values())
+        pulls = {a: Pull(left, limits.sharers_of(a)) for a, left in limits.left.items()}
+        self._coordination.limit_pulls(pulls if known else {}, limits.for_s)
+        return dealt
 
     def eligible_count(self, *, head_version: int, hashes: Mapping[int, str]) -> int:
         """How many actors may work now."""

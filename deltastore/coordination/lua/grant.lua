@@ -1,5 +1,5 @@
 -- Keyspace: jobs, leases. Bind one job to an actor, at its active version, until a moment.
--- KEYS actors status alive fresh open dealt held leases tokens jobs payloads
+-- KEYS actors status alive fresh open dealt held leases tokens jobs payloads pulls
 -- ARGV actor, version, hash, lease_ms, token (random, made by the caller)
 -- Result: {job id, payload, granted ms, deadline ms, attempt, counts as sample}, or nil: no work.
 -- The same token again returns the same lease while it runs: a lost reply costs nothing.
@@ -22,7 +22,8 @@ if mine then
 end
 if redis.call('HEXISTS', K.actors, actor) == 0 or not takes_work(actor, now) then return nil end
 local low, high = '[' .. actor .. ':', '(' .. actor .. ';' -- ';' follows ':'
-if redis.call('ZLEXCOUNT', K.held, low, high) >= LIMIT.leases_per_actor then return nil end
+local holds = redis.call('ZLEXCOUNT', K.held, low, high)
+if holds >= LIMIT.leases_per_actor then return nil end
 
 local wanted = version .. ':' .. hash
 local function fits(job)
@@ -31,6 +32,20 @@ local function fits(job)
     if entry == wanted then return true end
   end
   return false
+end
+
+-- What the trainer lets it take of the open pool (limit_pulls), or nil: as much as it likes. With
+-- empty hands and nothing left to take, an actor that may share the rest gets another handful: half
+-- of its even part, at least one job.
+local function pull_limit()
+  local text = redis.call('HGET', K.pulls, actor)
+  local until_ms = redis.call('HGET', K.pulls, ':until')
+  if not text or not until_ms or tonumber(until_ms) < now then return nil end
+  local pull = cjson.decode(text)
+  if pull.left < 1 and pull.sharers > 0 and holds == 0 then
+    pull.left = math.max(1, math.floor(redis.call('ZCARD', K.open) / (2 * pull.sharers)))
+  end
+  return pull
 end
 
 -- Its own share first, then the open pool, each in the order of the offers. Jobs of another gate
@@ -56,9 +71,15 @@ end)
 if id then
   redis.call('ZREM', K.dealt, member)
 else
+  local pull = pull_limit()
+  if pull and pull.left < 1 then return nil end
   id, job = find(function(offset) return redis.call('ZRANGE', K.open, offset, offset + 63) end)
   if not id then return nil end
   redis.call('ZREM', K.open, id)
+  if pull then
+    pull.left = pull.left - 1
+    redis.call('HSET', K.pulls, actor, cjson.encode(pull))
+  end
 end
 
 job.state, job.to, job.back = 'leased', nil, nil

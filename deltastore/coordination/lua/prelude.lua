@@ -82,6 +82,8 @@ end
 -- A run nobody touches any more leaves nothing behind. Keys with a TTL of their own are left out.
 local function keep()
   for _, key in ipairs(KEYS) do
-    if key ~= K.taken and key ~= K.rates then redis.call('PEXPIRE', key, LIMIT.key_ttl_ms) end
+    if key ~= K.taken and key ~= K.rates and key ~= K.pulls then
+      redis.call('PEXPIRE', key, LIMIT.key_ttl_ms)
+    end
   end
 end

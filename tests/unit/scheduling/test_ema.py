@@ -11,6 +11,7 @@ from deltastore.scheduling.ema import (
     DEFAULT_RATE_TOKENS_PER_S,
     HALF_LIFE_S,
     MAX_GROWTH,
+    STEADY_S,
     Ema,
     median_rate,
     usable,
@@ -60,8 +61,8 @@ def test_the_new_and_the_stale_are_like_their_peers() -> None:
     assert Ema().at(0.0, 30.0) == 30.0
     ema = Ema(10.0, 10.0, 1000.0)
     assert ema.at(1000.0, 30.0) == 10.0
-    assert ema.at(1000.0 + HALF_LIFE_S, 30.0) == pytest.approx(20.0)
-    assert ema.at(1000.0 + 3600.0, 30.0) == pytest.approx(30.0, rel=0.02)
+    assert ema.at(1000.0 + STEADY_S + HALF_LIFE_S, 30.0) == pytest.approx(20.0)
+    assert ema.at(1000.0 + 3600.0, 30.0) == pytest.approx(27.5)
     assert ema.at(0.0, 30.0) == 10.0  # a clock that went back makes nothing stale
     assert ema.at(math.nan, 30.0) == 10.0
     assert Ema().at(0.0, math.nan) == DEFAULT_RATE_TOKENS_PER_S

@@ -18,10 +18,19 @@ def test_proportional_with_largest_remainders() -> None:
 
 
 def test_everybody_gets_one() -> None:
-    """A slow actor is dealt a group where the batch allows, so that it stays measured."""
-    actors = [ActorShare("fast", 1000.0), ActorShare("slow", 0.001), ActorShare("zero", 0.0)]
-    assert split_batch(6, actors) == {"fast": 4, "slow": 1, "zero": 1}
+    """A slow or unknown actor is dealt a group where the batch allows, so that it is measured."""
+    actors = [ActorShare("fast", 10.0), ActorShare("slow", 2.0), ActorShare("zero", 0.0)]
+    assert split_batch(7, actors) == {"fast": 5, "slow": 1, "zero": 1}
     assert sorted(split_batch(2, actors).values()) == [0, 1, 1]
+
+
+def test_nobody_waits_for_one_group() -> None:
+    """An actor whose single group would make the step a tenth longer gets none."""
+    fast = [ActorShare("f1", 10.0), ActorShare("f2", 10.0)]
+    assert split_batch(20, [*fast, ActorShare("slow", 0.85)])["slow"] == 1
+    assert split_batch(20, [*fast, ActorShare("slow", 0.5)]) == {"f1": 10, "f2": 10, "slow": 0}
+    costly = ActorShare("costly", 10.0, overhead_s=2.0)
+    assert split_batch(20, [*fast, costly]) == {"f1": 10, "f2": 10, "costly": 0}
 
 
 def test_overheads_equalise_the_end() -> None:
@@ -92,16 +101,17 @@ def _play(*, fitted: bool, seed: int, steps: int) -> tuple[list[int], float]:
     ideal = split_batch(64, true, tokens_per_group=100.0)
     paces = {actor: Pace() for actor in speeds}
     groups = dict.fromkeys(speeds, 16)
-    spent_s, ideal_s = 0.0, 0.0
-    for step in range(1, steps + 1):
+    spent_s = ideal_s = now_s = 0.0
+    for _ in range(steps):
         noise = {actor: rng.uniform(0.95, 1.05) for actor in speeds}
         took_s = {a: k * (10 + groups[a]) * noise[a] for a, k in speeds.items()}
         spent_s += max(took_s.values())
         ideal_s += max(k * (10 + ideal[a]) * noise[a] for a, k in speeds.items())
         for actor, pace in paces.items():
-            lease = _Lease(float(step), took_s[actor], 100 * groups[actor])
+            lease = _Lease(now_s + took_s[actor], took_s[actor], 100 * groups[actor])
             paces[actor] = pace.fold([lease])
-        planned = shares(paces, float(step))
+        now_s += max(took_s.values())
+        planned = shares(paces, now_s)
         if not fitted:
             planned = [ActorShare(share.actor_id, _average(paces, share)) for share in planned]
         groups = split_batch(64, planned, tokens_per_group=100.0)

@@ -69,8 +69,9 @@ class Yard:
             assert self.coordination.heartbeat(actor_id, status, TTL_S)
 
     def work(self, actor_id: str, tokens_per_s: float, leases: int = 8) -> None:
-        """Do leases of 100 tokens at a speed."""
+        """Do leases of 100 tokens at a speed, with a pause before each."""
         for _ in range(leases):
+            self.clock.advance_s(1.0)
             self.jobs += 1
             offer = JobOffer(f"j{self.jobs}", b"", ((1, hash_of(1)),), 100, actor_id)
             self.coordination.offer([offer])

@@ -1,0 +1,91 @@
+"""Servers that are not at hand everywhere: the suite on an S3 endpoint that is given from outside.
+
+`make test-radosgw` starts a Ceph radosgw and runs this on it, `make test-ministack` a ministack; any
+other endpoint works the same way:
+
+    S3_ENDPOINT=https://… S3_ACCESS_KEY=… S3_SECRET_KEY=… pytest tests/conformance/test_stores_outside.py
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deltastore.storage.probe import probe_store
+from deltastore.storage.s3 import S3Store
+from deltastore.storage.s3_settings import S3Settings
+from deltastore.testing.stores import StoreTests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from deltastore.storage.store import ObjectStore
+
+MIB = 1 << 20
+ENDPOINT = os.environ.get("S3_ENDPOINT")
+
+pytestmark = pytest.mark.skipif(not ENDPOINT, reason="no S3_ENDPOINT is given")
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[S3Store]:
+    """A bucket for all tests, and what is in it removed at the end."""
+    store = S3Store(
+        S3Settings(
+            bucket=os.environ.get("S3_BUCKET") or f"suite-{secrets.token_hex(6)}",
+            endpoint_url=ENDPOINT,
+            region=os.environ.get("S3_REGION"),
+            access_key=os.environ.get("S3_ACCESS_KEY"),
+            secret_key=os.environ.get("S3_SECRET_KEY"),
+            part_bytes=5 * MIB,
+            streams=4,
+        )
+    )
+    if not os.environ.get("S3_BUCKET"):
+        name = store._calls.settings.bucket
+        store._calls.once(lambda client: client.create_bucket(Bucket=name))
+    yield store
+    store.delete([info.key for info in store.list("suite-")])
+    store.close()
+
+
+class TestS3StoreOutside(StoreTests):
+    """Whatever it is; `S3_RELAY` says that its create is not atomic, `S3_TREE` how it lists."""
+
+    atomic_create = not os.environ.get("S3_RELAY")
+    folder_order = bool(os.environ.get("S3_TREE"))
+    race_rounds = 5
+    large_bytes = 11 * MIB + 3
+
+    @pytest.fixture
+    def store(self, bucket: S3Store) -> Iterator[ObjectStore]:
+        """A prefix of its own."""
+        settings = bucket._calls.settings
+        store = S3Store(
+            S3Settings(
+                bucket=settings.bucket,
+                prefix=f"suite-{secrets.token_hex(6)}",
+                endpoint_url=settings.endpoint_url,
+                region=settings.region,
+                access_key=settings.access_key,
+                secret_key=settings.secret_key,
+                part_bytes=settings.part_bytes,
+                streams=settings.streams,
+            )
+        )
+        yield store
+        store.close()
+
+
+def test_what_the_probe_finds(bucket: S3Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """The probe ends, says the same as `S3_RELAY`, and leaves nothing behind."""
+    report = probe_store(bucket, race_rounds=20, ask_more=True)
+    with capsys.disabled():
+        for name, found in report.findings().items():
+            print(f"\n{name:28} {'yes' if found.ok else 'NO':4} {found.note}", end="")  # noqa: T201
+    assert report.may_be_home or os.environ.get("S3_RELAY")
+    assert list(bucket.list(".probe/")) == []
+    assert list(bucket.incomplete_uploads("")) == []
