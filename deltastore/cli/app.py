@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from deltastore import __version__
+from deltastore.cli.fleet import status
 from deltastore.cli.group import CommandGroup
 from deltastore.cli.output import Output
 
@@ -283,3 +284,6 @@ def verify(
 
     connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     verify_run(run_url, connection, deep=deep, streams=streams, output=Output(as_json))
+
+
+app.command()(status)

@@ -569,7 +569,7 @@ class CoordinationTests:
         ]
 
     def test_sample_times_are_a_cursor(self, fleet: Fleet) -> None:
-        """Samples of one actor in one millisecond still have increasing times; the newest are kept."""
+        """Samples of one actor in one millisecond still have increasing times; old ones go."""
         fleet.join("a1")
         fleet.offer(*(f"j{i}" for i in range(MAX_SAMPLES + 8)))
         for _ in range(MAX_SAMPLES + 8):
