@@ -69,17 +69,18 @@ class Differ:
                 yield block
             return
         start, count = box.start[0], box.shape[0]
+        if count <= MAX_BOX_ELEMENTS:  # most tensors: no thread is faster than this one
+            old = base[start : start + count]
+            block = diff_run(layout, tensor, start, old, source.bits) if count else None
+            if block is not None:
+                yield block
+            return
 
         def diff(low: int) -> Block | None:
             high = min(low + MAX_BOX_ELEMENTS, count)
             old = base[start + low : start + high]
             return diff_run(layout, tensor, start + low, old, source.bits[low:high])
 
-        if count <= MAX_BOX_ELEMENTS:  # most tensors: no thread is faster than this one
-            block = diff(0) if count else None
-            if block is not None:
-                yield block
-            return
         lows = iter(range(0, count, MAX_BOX_ELEMENTS))
         ahead: deque[Future[Block | None]] = deque()
         try:

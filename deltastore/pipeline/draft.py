@@ -14,7 +14,6 @@ from deltastore.events import StageFinished, VersionPublished
 from deltastore.format.block import total_change
 from deltastore.format.manifest import (
     SegmentRef,
-    Signature,
     VersionCore,
     VersionKind,
     VersionManifest,
@@ -24,11 +23,9 @@ from deltastore.ids import new_token
 if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.format.block import Block
+    from deltastore.format.signing import Signer
     from deltastore.pipeline.outbox import SentSegment
     from deltastore.repository.run import Run
-
-Signer: TypeAlias = Callable[[bytes], tuple[Signature, ...]]
-"""Signatures of a manifest, from its core's canonical bytes."""
 
 Announce: TypeAlias = Callable[[int, SegmentRef], None]
 """Told of a version that may come to exist, and of a segment of it that home has."""

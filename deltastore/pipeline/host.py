@@ -35,10 +35,10 @@ class HostSource:
 
     def boxes(self, layout: Layout) -> Iterator[SourceBox]:
         """One flat box per tensor, as views."""
-        for spec in layout.tensors:
-            position = layout.position(spec.name)
-            if position is not None:
-                yield SourceBox(position, Box.run(0, spec.elements), self.state[spec.name])
+        same = layout == self.state.layout
+        for position, spec in enumerate(layout.tensors):
+            bits = self.state.arrays[position] if same else self.state[spec.name]
+            yield SourceBox(position, Box.run(0, bits.size), bits)
 
 
 class HostTarget:

@@ -30,10 +30,11 @@ from deltastore.format.segment import SegmentIdentity
 from deltastore.pipeline.baseline import Baseline
 from deltastore.pipeline.differ import Differ
 from deltastore.pipeline.draft import Draft, Writer, report_published
+from deltastore.pipeline.fanout import Fanout
 from deltastore.pipeline.outbox import Outbox
 from deltastore.pipeline.publication import Publication
 from deltastore.pipeline.replay import Held, replay
-from deltastore.pipeline.replicator import Fanout, Region, RegionLimits, RegionReplicator
+from deltastore.pipeline.replicator import Region, RegionLimits, RegionReplicator
 from deltastore.repository.commit import write_head_hint
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.format.layout import BitState
     from deltastore.format.manifest import SegmentRef, VersionManifest
-    from deltastore.pipeline.draft import Announce, Signer
+    from deltastore.format.signing import Signer
+    from deltastore.pipeline.draft import Announce
     from deltastore.pipeline.protocols import WeightSource
     from deltastore.repository.run import Run
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from deltastore.errors import DeltastoreError, Kind, NotFoundError
 from deltastore.events import RegionFailed
-from deltastore.pipeline.replicator import Fanout, Region, RegionLimits, RegionReplicator
+from deltastore.pipeline.fanout import Fanout
+from deltastore.pipeline.replicator import Region, RegionLimits, RegionReplicator
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.resolve import find_head
 

@@ -4,8 +4,8 @@ threads, its own streams and its own backlog.
 A region receives bodies while they are uploaded to home (each byte leaves the trainer once per
 region), and a version's manifest only after home has it and the region has the version before.
 Bodies of versions that it cannot take now wait in its backlog; what does not fit there, and what it
-missed before the trainer started, is copied from home. The same code runs as a worker, when the
-trainer is gone.
+missed before the trainer started, is copied from home. One that is too far behind begins again at
+an anchor (region_restart.py). The same code runs as a worker, when the trainer is gone.
 
 Write order per version: every body (create-only, content-named), then the manifest, then the
 hint. A crash leaves orphan bodies, never a manifest that names an absent object.
@@ -18,17 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltastore.errors import DeltastoreError, StorageError
+from deltastore.errors import DeltastoreError, Kind, NotFoundError, StorageError
 from deltastore.events import RegionCommitted, RegionFailed, StageFinished
 from deltastore.pipeline.backlog import Backlog
 from deltastore.pipeline.copying import Backoff, replicate_version
+from deltastore.pipeline.region_restart import (
+    restart_at_anchor,
+    restart_version,
+    unfinished_restart,
+)
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.resolve import find_head, version_exists
 from deltastore.storage.store import PutMode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from deltastore.clock import Clock
     from deltastore.config import PublisherSettings
     from deltastore.events import EventSink
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 RETRY_FIRST_S = 0.5
 RETRY_CAP_S = 30.0
+RESTART_EVERY_VERSIONS = 64  # behind: how often to ask whether an anchor is the shorter way
 MAX_MANIFESTS = 64  # kept for a region that is behind; more are read from home
 CLOSE_WAIT_S = 30.0  # a request that hangs longer is left to end with the process
 
@@ -125,6 +129,7 @@ class RegionReplicator:
         self._manifests: dict[int, VersionManifest] = {}
         self._target = target
         self._held = -1
+        self._look_again_at = 0
         self._backlog = Backlog(
             region.name,
             memory_max_bytes=limits.memory_max_bytes,
@@ -223,9 +228,9 @@ class RegionReplicator:
             self._pause()
             try:
                 if self._held < 0:
-                    self._set_held(find_head(self._run))
+                    self._find_held()
                 while self._held < self._target and not self._stop.is_set():
-                    self._bring(self._held + 1)
+                    self._go_on()
             except DeltastoreError as err:
                 self._report(err)
                 continue
@@ -233,6 +238,51 @@ class RegionReplicator:
                 self._changed.wait_for(
                     lambda: self._stop.is_set() or self._target > self._held, RETRY_CAP_S
                 )
+
+    def _go_on(self) -> None:
+        """Bring the next version, or begin again at an anchor where that is the way."""
+        far = self._target - self._held > RESTART_EVERY_VERSIONS
+        if far and self._held >= self._look_again_at:
+            if self._restart(lost=False):
+                return
+            self._look_again_at = self._held + RESTART_EVERY_VERSIONS
+        try:
+            self._bring(self._held + 1)
+        except NotFoundError as err:
+            if err.kind is not Kind.OBJECT_MISSING or not self._restart(lost=True):
+                raise
+
+    def _restart(self, *, lost: bool) -> bool:
+        version = restart_version(
+            self._home, self._held, self._target, streams=self._streams, lost=lost
+        )
+        if version is not None:
+            self._restart_at(version)
+        return version is not None
+
+    def _restart_at(self, version: int) -> None:
+        started_s = self._clock.monotonic_s()
+        streams, folder, held = self._streams, self._limits.folder, self._held
+        copied_bytes = restart_at_anchor(
+            self._home, self._run, version, held=held, streams=streams, folder=folder
+        )
+        self._set_held(version)
+        seconds = self._clock.monotonic_s() - started_s
+        self._sink(
+            StageFinished(self.name, version, "catch_up", version - held, copied_bytes, seconds)
+        )
+
+    def _find_held(self) -> None:
+        """Where the region is; a restart that was cut there is finished first."""
+        held = find_head(self._run)
+        unfinished = unfinished_restart(self._run, held)
+        self._set_held(held)
+        if unfinished is not None:
+            try:
+                self._restart_at(unfinished)
+            except BaseException:
+                self._held = -1
+                raise
 
     def _pause(self) -> None:
         left_s = self._backoff.left_s(self._clock.monotonic_s())
@@ -310,40 +360,3 @@ class RegionReplicator:
                     del known[old]
             self._changed.notify_all()
         self._backlog.drop(version, and_below=True)
-
-
-class Fanout:
-    """All regions but home, as the publisher sees them: told everything, waited for never."""
-
-    def __init__(self, regions: Sequence[RegionReplicator], clock: Clock) -> None:
-        self._regions = list(regions)
-        self._clock = clock
-
-    def offer(self, version: int, ref: SegmentRef, body: bytes) -> None:
-        """A body of a version that is on its way to home."""
-        for region in self._regions:
-            region.offer(version, ref, body)
-
-    def committed(self, manifest: VersionManifest) -> None:
-        """Home holds this version now."""
-        for region in self._regions:
-            region.committed(manifest)
-
-    def abandon(self, version: int) -> None:
-        """The version will not be committed with the bodies offered for it."""
-        for region in self._regions:
-            region.abandon(version)
-
-    def behind(self, version: int, timeout_s: float) -> list[str]:
-        """Names of the regions that do not hold `version` after at most `timeout_s`."""
-        deadline_s = self._clock.monotonic_s() + timeout_s
-        return [
-            region.name
-            for region in self._regions
-            if not region.wait_until(version, max(0.0, deadline_s - self._clock.monotonic_s()))
-        ]
-
-    def close(self) -> None:
-        """Stop them all."""
-        for region in self._regions:
-            region.close()
