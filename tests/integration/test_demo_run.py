@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHIN_S = 240
+WITHIN_S = 280  # below pytest's own limit per test, on a machine that does much else
 WORDS = ["<eos>", "<other>", *"0123456789"]
 
 
