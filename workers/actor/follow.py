@@ -17,6 +17,7 @@ from deltastore.pipeline.applier import Applier
 from deltastore.pipeline.follower import Follower
 from deltastore.pipeline.replay import JoinReport
 from deltastore.pipeline.stager_rank import StagedFeed
+from workers.actor.safe_point import SafePoint
 from workers.head_hints import HeadHints
 from workers.weights import rebuild
 
@@ -43,6 +44,7 @@ class FollowedWeights:
         report: how they got there.
         stager_folder: of this host's stager; None: this process fetches by itself.
         most_rebuilds: rebuilds in a row, without an activation in between, before giving up.
+        safe_point: shared with whoever runs forward passes; None: nobody does.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class FollowedWeights:
         clock: Clock,
         sink: EventSink,
         stager_folder: Path | None = None,
+        safe_point: SafePoint | None = None,
     ) -> None:
+        self._safe_point = safe_point or SafePoint(clock)
         self._run = run
         self._target = target
         self._name = name
@@ -137,12 +141,13 @@ class FollowedWeights:
         self._joined(report)
 
     def activate(self) -> bool:
-        """At a safe point: activate what is staged; whether the weights changed."""
+        """Make a safe point and activate what is staged; whether the weights changed."""
         update = self._follower.take()
         if update is None:
             return False
         try:
-            self._applier.activate(update)
+            with self._safe_point.write():
+                self._applier.activate(update)
         except (ApplyError, IntegrityError) as err:
             _LOG.warning("activation of version %d failed: %s", update.target.version, err)
             if not self.poisoned:
@@ -164,7 +169,8 @@ class FollowedWeights:
                 version=self.active.version,
                 hint="check this machine's memory and disk, then `deltastore verify --deep`",
             )
-        active, report = rebuild(self._run, self._target, clock=self._clock)
+        with self._safe_point.write():
+            active, report = rebuild(self._run, self._target, clock=self._clock)
         self._applier = self._new_applier(active)
         self._follower.reset(active)
         self._joined(report)
@@ -176,11 +182,13 @@ class FollowedWeights:
 
     def fingerprint(self) -> Fingerprint:
         """A whole pass over the live weights."""
-        return self._target.fingerprint()
+        with self._safe_point.forward():
+            return self._target.fingerprint()
 
     def _prove(self) -> None:
         try:
-            self._applier.check_whole()
+            with self._safe_point.forward():
+                self._applier.check_whole()
         except IntegrityError as err:
             _LOG.warning("the live weights are in doubt: %s", err)
 

@@ -22,6 +22,7 @@ from deltastore.errors import ApplyError, CoordinationError, Kind
 from workers.actor.follow import FollowedWeights
 from workers.actor.presence import Presence
 from workers.actor.rollout import RolloutWorker
+from workers.actor.safe_point import SafePoint
 from workers.run_folder import FinalReport
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Actor:
         self._stopping = threading.Event()
         self._drain_deadline_s: float | None = None
         self._state = ActorState.JOINING
+        self.safe_point = SafePoint(clock)
         self.weights = FollowedWeights(
             run,
             engine.target(),
@@ -79,6 +81,7 @@ class Actor:
             coordination=coordination,
             settings=follower,
             most_rebuilds=settings.leave_poisoned_after,
+            safe_point=self.safe_point,
             clock=clock,
             sink=sink,
             stager_folder=None if settings.stager_folder is None else Path(settings.stager_folder),
@@ -89,6 +92,7 @@ class Actor:
             engine,
             settings,
             may_go_on=self._may_go_on,
+            safe_point=self.safe_point,
             clock=clock,
             sink=sink,
         )
@@ -197,6 +201,8 @@ class Actor:
         return report
 
     def _may_go_on(self) -> bool:
+        if self.safe_point.stop_wanted:
+            return False
         deadline_s = self._drain_deadline_s
         return deadline_s is None or self._clock.monotonic_s() < deadline_s
 

@@ -23,6 +23,7 @@ from deltastore.ids import new_token
 from deltastore.storage.store import PutMode
 from workers.actor.engine import GenerationStopped, Prompt
 from workers.actor.lease_length import LeaseLength
+from workers.actor.safe_point import SafePoint
 from workers.payload import JobPayload
 from workers.results import Provenance, RolloutResult, pack
 
@@ -67,6 +68,7 @@ class RolloutWorker:
     Args:
         run: in the actor's own region: results go there.
         may_go_on: asked while generating; False hands the work back.
+        safe_point: shared with whoever writes the weights; None: nobody does meanwhile.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class RolloutWorker:
         may_go_on: Callable[[], bool],
         clock: Clock,
         sink: EventSink,
+        safe_point: SafePoint | None = None,
     ) -> None:
         self._run = run
         self._coordination = coordination
         self._engine = engine
         self._settings = settings
         self._may_go_on = may_go_on
+        self._safe_point = safe_point or SafePoint(clock)
         self._clock = clock
         self._sink = sink
         self._length = LeaseLength(settings)
@@ -112,7 +116,8 @@ class RolloutWorker:
         started_s = self._clock.monotonic_s()
         prompts = [Prompt(item.payload.prompt, item.payload.sampling) for item in held]
         try:
-            made = self._engine.generate(prompts, _Renewal(self, held).progress)
+            with self._safe_point.forward():
+                made = self._engine.generate(prompts, _Renewal(self, held).progress)
         except GenerationStopped:
             now_s = self._clock.monotonic_s()
             if all(now_s > item.deadline_s for item in held):  # too slow, not told to stop
