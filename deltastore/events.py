@@ -49,6 +49,14 @@ class PublishFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BaselineLost(Event):
+    """The bits of `version` can be proved neither here nor from home: the next one is full."""
+
+    version: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class StageFinished(Event):
     """One stage of a version's way is over; stages overlap.
 

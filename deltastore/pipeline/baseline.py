@@ -2,7 +2,8 @@
 
 The bits of the last *committed* version, the manifest that names them, and the one manifest whose
 put had no answer. It is promoted by applying the committed delta, never by reading the source
-again; a damaged one is rebuilt from the bucket, which is the truth.
+again; a damaged one is rebuilt from the bucket, which is the truth. Where the bucket cannot rebuild
+it either, it is lost: the next version is a full one.
 
 A commit and the promotion after it are two calls: whoever waits for the version is told first.
 """
@@ -10,10 +11,17 @@ A commit and the promotion after it are two calls: whoever waits for the version
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from deltastore.chain.apply import apply_blocks
-from deltastore.errors import IntegrityError, Kind, NotFoundError, StorageError
+from deltastore.errors import (
+    DeltastoreError,
+    FormatError,
+    IntegrityError,
+    Kind,
+    NotFoundError,
+    StorageError,
+)
 from deltastore.format.mixing import fingerprint_state
 from deltastore.pipeline.replay import replay
 from deltastore.repository.commit import commit_version
@@ -27,12 +35,16 @@ if TYPE_CHECKING:
     from deltastore.repository.run import Run
 
 
+Content: TypeAlias = "list[Block] | BitState"
+"""What turns the baseline into a version: its blocks, or the whole state."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unanswered:
-    """A manifest that may or may not exist, and the blocks it stands for."""
+    """A manifest that may or may not exist, and what it stands for."""
 
     manifest: VersionManifest
-    blocks: list[Block]
+    content: Content
 
 
 class Baseline:
@@ -41,7 +53,7 @@ class Baseline:
     Args:
         home: the run in the region where versions are committed.
         head: its newest manifest.
-        state: the bits of that version; owned by the baseline.
+        state: the bits of that version, owned by the baseline; None: they could not be rebuilt.
         commit_deadline_s: bodies confirmed longer ago than this are checked again before a commit.
     """
 
@@ -49,7 +61,7 @@ class Baseline:
         self,
         home: Run,
         head: VersionManifest,
-        state: BitState,
+        state: BitState | None,
         *,
         commit_deadline_s: float,
         clock: Clock,
@@ -59,20 +71,20 @@ class Baseline:
         self._clock = clock
         self._unanswered: _Unanswered | None = None
         self._owed: list[Block] = []
-        self._doubt: IntegrityError | None = None
+        self._doubt: DeltastoreError | None = None
         self.head = head
         self._state = state
 
     @property
     def state(self) -> BitState:
-        """The bits of HEAD."""
+        """The bits of HEAD; IntegrityError(baseline) when they are lost."""
         self.promote()
-        if self._doubt is not None:
-            self._rebuild()
+        if self._state is None or self._doubt is not None:
+            return self._rebuild()
         return self._state
 
     def commit(
-        self, manifest: VersionManifest, blocks: list[Block], *, uploading_since_s: float
+        self, manifest: VersionManifest, content: Content, *, uploading_since_s: float
     ) -> None:
         """Commit a version: it is HEAD from now on. `promote` moves the bits after it.
 
@@ -84,14 +96,14 @@ class Baseline:
         try:
             commit_version(self._home, manifest)
         except StorageError:
-            self._unanswered = _Unanswered(manifest, blocks)
+            self._unanswered = _Unanswered(manifest, content)
             raise
-        self._accept(manifest, blocks)
+        self._accept(manifest, content)
 
     def promote(self) -> None:
         """Bring the bits to HEAD. What does not apply is rebuilt from the bucket when next read."""
         blocks, self._owed = self._owed, []
-        if not blocks or self._doubt is not None:
+        if not blocks or self._state is None or self._doubt is not None:
             return
         try:
             apply_blocks(self._state, blocks)
@@ -102,7 +114,7 @@ class Baseline:
         """Send an unanswered manifest again, byte for byte; return it once it is committed."""
         if self._unanswered is None:
             return None
-        manifest, blocks = self._unanswered.manifest, self._unanswered.blocks
+        manifest, content = self._unanswered.manifest, self._unanswered.content
         if not version_exists(self._home, manifest.core.version):
             try:
                 self._confirm_bodies(manifest)
@@ -113,7 +125,7 @@ class Baseline:
                 return None
         commit_version(self._home, manifest)
         self._unanswered = None
-        self._accept(manifest, blocks)
+        self._accept(manifest, content)
         self.promote()
         return manifest
 
@@ -122,32 +134,38 @@ class Baseline:
 
         Raises IntegrityError(baseline) when the bucket cannot prove HEAD either.
         """
-        self.promote()
-        if self._doubt is not None or self._fingerprint_differs():
+        if fingerprint_state(self.state) != self.head.core.fingerprint_after:
             self._rebuild()
 
-    def _fingerprint_differs(self) -> bool:
-        return fingerprint_state(self._state) != self.head.core.fingerprint_after
-
-    def _rebuild(self) -> None:
-        rebuilt = replay(self._home, self.head.core.version, clock=self._clock)
-        self._state = rebuilt.state
-        if self._fingerprint_differs():
+    def _rebuild(self) -> BitState:
+        version = self.head.core.version
+        self._state = None
+        try:
+            rebuilt = replay(self._home, version, clock=self._clock)
+        except (IntegrityError, FormatError, NotFoundError) as err:
+            if err.kind in {Kind.BUCKET_MISSING, Kind.RUN_MISSING}:
+                raise
             raise IntegrityError(
-                "the baseline differs from HEAD and cannot be rebuilt",
+                f"the bits of version {version} can be proved neither here nor from the bucket",
                 kind=Kind.BASELINE,
                 run=self._home.name,
-                version=self.head.core.version,
-                hint="run `deltastore verify --deep`",
-            ) from self._doubt
-        self._doubt = None
+                version=version,
+                hint="the next version is a full one; `deltastore verify --deep` says what is lost",
+            ) from err
+        self._state, self._doubt = rebuilt.state, None
+        return rebuilt.state
 
-    def _accept(self, manifest: VersionManifest, blocks: list[Block]) -> None:
+    def _accept(self, manifest: VersionManifest, content: Content) -> None:
         self.promote()
         self.head = manifest
-        self._owed = blocks
+        if isinstance(content, list):
+            self._owed = content
+        else:
+            self._state, self._doubt = content, None
 
     def _confirm_bodies(self, manifest: VersionManifest) -> None:
         """A janitor may have taken bodies that waited long: all must be there before a commit."""
-        for ref in manifest.core.segments:
-            self._home.store.head(ref.key)
+        keys = [ref.key for ref in manifest.core.segments]
+        keys += [file.key for file in manifest.core.files if file.key is not None]
+        for key in keys:
+            self._home.store.head(key)

@@ -13,22 +13,28 @@ from typing import TYPE_CHECKING, TypeAlias
 from deltastore.events import StageFinished, VersionPublished
 from deltastore.format.block import total_change
 from deltastore.format.manifest import (
+    FileRef,
     SegmentRef,
     VersionCore,
     VersionKind,
     VersionManifest,
 )
+from deltastore.format.mixing import fingerprint_state
 from deltastore.ids import new_token
 
 if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.format.block import Block
+    from deltastore.format.layout import BitState
     from deltastore.format.signing import Signer
     from deltastore.pipeline.outbox import SentSegment
     from deltastore.repository.run import Run
 
 Announce: TypeAlias = Callable[[int, SegmentRef], None]
 """Told of a version that may come to exist, and of a segment of it that home has."""
+
+
+Files: TypeAlias = tuple[FileRef, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +66,39 @@ class Writer:
         """A new writer that takes over at `head`."""
         return cls(head.core.generation + 1, new_token(), signer)
 
+    def full_manifest(
+        self,
+        head: VersionManifest,
+        steps: tuple[int, int],
+        state: BitState,
+        files: Files,
+        *,
+        created_s: float,
+    ) -> VersionManifest:
+        """The manifest of a version after `head` that carries the whole state."""
+        base = head.core
+        core = VersionCore(
+            run=base.run,
+            run_id=base.run_id,
+            version=base.version + 1,
+            kind=VersionKind.FULL,
+            base_version=base.version,
+            base_policy_hash=head.policy_hash,
+            layout_digest=base.layout_digest,
+            segments=(),
+            files=files,
+            nnz=0,
+            fingerprint_before=base.fingerprint_after,
+            fingerprint_after=fingerprint_state(state),
+            encodings=(),
+            step_first=steps[0],
+            step_last=steps[1],
+            generation=self.generation,
+            writer_nonce=self.nonce,
+            created_ms=int(created_s * 1000),
+        )
+        return self._signed(core)
+
     def manifest(self, head: VersionManifest, draft: Draft, *, created_s: float) -> VersionManifest:
         """The manifest of the version after `head`."""
         base = head.core
@@ -83,6 +122,9 @@ class Writer:
             writer_nonce=self.nonce,
             created_ms=int(created_s * 1000),
         )
+        return self._signed(core)
+
+    def _signed(self, core: VersionCore) -> VersionManifest:
         signatures = () if self.signer is None else self.signer(core.canonical_bytes())
         return VersionManifest(core, signatures)
 

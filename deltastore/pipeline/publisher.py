@@ -22,8 +22,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from deltastore.config import OnBacklog, PublisherSettings
-from deltastore.errors import DeltastoreError, Kind, LeaseError, StorageError
-from deltastore.events import PublishFailed, RegionFailed, discard
+from deltastore.errors import (
+    DeltastoreError,
+    FormatError,
+    IntegrityError,
+    Kind,
+    LeaseError,
+    NotFoundError,
+    StorageError,
+)
+from deltastore.events import BaselineLost, PublishFailed, RegionFailed, discard
 from deltastore.format.coverage import match_entries
 from deltastore.format.manifest import VersionKind
 from deltastore.format.segment import SegmentIdentity
@@ -35,6 +43,7 @@ from deltastore.pipeline.outbox import Outbox
 from deltastore.pipeline.publication import Publication
 from deltastore.pipeline.replay import Held, replay
 from deltastore.pipeline.replicator import Region, RegionLimits, RegionReplicator
+from deltastore.pipeline.whole import read_source, upload_whole
 from deltastore.repository.commit import write_head_hint
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion
@@ -65,7 +74,7 @@ class Publisher:
         source: WeightSource,
         *,
         head: VersionManifest,
-        baseline: BitState,
+        baseline: BitState | None,
         regions: Sequence[Region],
         settings: PublisherSettings,
         clock: Clock,
@@ -131,19 +140,21 @@ class Publisher:
             announce: told of every segment once home has it, before its version exists: followers
                 may fetch it ahead. Called on an upload thread; must not block.
 
+        Where bodies are missing, so that HEAD cannot be rebuilt, that version is a full one.
+
         Raises InvalidInputError when the source does not fit the layout, LeaseError when another
-        writer was faster, IntegrityError when the chain in the bucket is broken.
+        writer was faster, IntegrityError when manifests are missing in the bucket.
         """
         match_entries(home.layout, source.entries())
         head = load_manifest(home, find_head(home))
         held = baseline if baseline and baseline.point == ActiveVersion.of(head) else None
         if held is None:
-            held = replay(home, head.core.version, clock=clock, held=baseline).held
+            held = _rebuilt(home, head, baseline, clock)
         publisher = cls(
             home,
             source,
             head=head,
-            baseline=held.state,
+            baseline=None if held is None else held.state,
             regions=regions,
             settings=settings or PublisherSettings(),
             clock=clock,
@@ -152,8 +163,7 @@ class Publisher:
             announce=announce,
         )
         try:
-            publisher._baseline.check()
-            fence = publisher._submit(step)
+            fence = publisher._submit(step, check=True)
             fence.result(FENCE_TIMEOUT_S)
         except BaseException:
             publisher.close()
@@ -212,20 +222,20 @@ class Publisher:
                 ) from err
             # It failed, and was reported to whoever holds its handle: this one covers it.
 
-    def _submit(self, step: int) -> Publication:
+    def _submit(self, step: int, *, check: bool = False) -> Publication:
         with self._lock:
             if self._fatal is not None:
                 raise self._fatal
             last = self._baseline.head.core.step_last
             publication = Publication(min(last + 1, step), step)
             self._pending = publication
-        self._worker.submit(self._work, publication)
+        self._worker.submit(self._work, publication, check)
         return publication
 
-    def _work(self, publication: Publication) -> None:
+    def _work(self, publication: Publication, check: bool) -> None:
         """Run one publication on the worker thread; its future always resolves."""
         try:
-            manifest = self._publish(publication)
+            manifest = self._publish(publication, check)
         except LeaseError as err:
             self._fatal = err
             self._fail(publication, err)
@@ -242,14 +252,22 @@ class Publisher:
         publication.future.set_exception(err)
         publication.captured.set()
 
-    def _publish(self, publication: Publication) -> VersionManifest:
+    def _publish(self, publication: Publication, check: bool) -> VersionManifest:
         started_s = self._clock.monotonic_s()
         settled = self._baseline.settle()
         if settled is not None:
             self._announce(settled)
         head = self._baseline.head
-        if (head.core.version + 1) % self._settings.baseline_check_every_versions == 0:
-            self._baseline.check()
+        every = self._settings.baseline_check_every_versions
+        try:
+            if check or (head.core.version + 1) % every == 0:
+                self._baseline.check()
+            base = self._baseline.state
+        except IntegrityError as err:
+            if err.kind is not Kind.BASELINE:
+                raise
+            self._sink(BaselineLost(head.core.version, str(err)))
+            return self._publish_full(publication, started_s)
         version = head.core.version + 1
         identity = SegmentIdentity(self._home.layout.digest, head.core.version, version)
         outbox = Outbox(
@@ -264,7 +282,7 @@ class Publisher:
             clock=self._clock,
         )
         try:
-            for block in self._differ.blocks(self._source, self._baseline.state):
+            for block in self._differ.blocks(self._source, base):
                 outbox.add(block)
             publication.captured.set()
             captured_s = self._clock.monotonic_s()
@@ -281,6 +299,24 @@ class Publisher:
         self._announce(manifest)
         times = (started_s, captured_s, uploaded_s, self._clock.monotonic_s())
         report_published(self._sink, self._home, manifest, sent, times)
+        return manifest
+
+    def _publish_full(self, publication: Publication, started_s: float) -> VersionManifest:
+        """The way out of a lost baseline: the next version carries the whole state."""
+        head = self._baseline.head
+        state = read_source(self._source, self._home.layout)
+        publication.captured.set()
+        captured_s = self._clock.monotonic_s()
+        streams = self._settings.streams
+        files = upload_whole(self._home, state, head.core.version + 1, streams=streams)
+        uploaded_s = self._clock.monotonic_s()
+        steps = (publication.step_first, publication.step_last)
+        now_s = self._clock.utc_s()
+        manifest = self._writer.full_manifest(head, steps, state, files, created_s=now_s)
+        self._baseline.commit(manifest, state, uploading_since_s=started_s)
+        self._announce(manifest)
+        times = (started_s, captured_s, uploaded_s, self._clock.monotonic_s())
+        report_published(self._sink, self._home, manifest, [], times)
         return manifest
 
     def _confirmed(self, version: int, ref: SegmentRef) -> None:
@@ -305,3 +341,13 @@ class Publisher:
         last = core.delta_bytes if core.kind is VersionKind.DELTA else 0
         wanted = last // (2 * self._settings.streams)
         return max(self._settings.segment_min_bytes, min(wanted, self._settings.segment_max_bytes))
+
+
+def _rebuilt(home: Run, head: VersionManifest, held: Held | None, clock: Clock) -> Held | None:
+    """HEAD's bits from the bucket; None when its bodies do not give them."""
+    try:
+        return replay(home, head.core.version, clock=clock, held=held).held
+    except (IntegrityError, FormatError, NotFoundError) as err:
+        if err.kind not in {Kind.OBJECT_MISSING, Kind.GONE, Kind.DIGEST, Kind.FINGERPRINT}:
+            raise
+        return None
