@@ -4,6 +4,7 @@
 #   make lint       ruff, mypy, import floors
 #   make test       all tests but the slow ones, on real servers
 #   make test-slow  the slow ones
+#   make test-radosgw, test-ministack   the stores' suite on servers that are not in the environment
 #   make demo       the whole loop on this machine: LR=1e-6 STEPS=16 ENGINE=transformers
 #   make bench-codec  (and so on) a table, and build/bench/codec.json
 #   make clean      removes what these made, .venv included; runs/ stays
@@ -22,7 +23,7 @@ ENV_STAMP := $(VENV)/.env-stamp
 WARM_STAMP := $(VENV)/.warm-stamp
 KERNELS := $(wildcard deltastore/format/kernels*.py)
 
-.PHONY: env lint test test-slow demo clean
+.PHONY: env lint test test-slow test-radosgw test-ministack demo clean
 .DELETE_ON_ERROR:
 
 env: $(WARM_STAMP)
@@ -56,6 +57,9 @@ test: env
 
 test-slow: env
 	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -q -m slow $(PYTEST_FLAGS)
+
+test-radosgw test-ministack: test-%: env
+	tests/conformance/run_$*.sh $(CURDIR)/$(BIN)/python
 
 demo: env
 	$(BIN)/python -m workers.demo --lr $(LR) --steps $(STEPS) --engine $(ENGINE) $(DEMO_FLAGS)

@@ -1,9 +1,8 @@
 """Servers that are not at hand everywhere: the suite on an S3 endpoint that is given from outside.
 
-`make test-radosgw` starts a Ceph radosgw and runs this on it, `make test-ministack` a ministack; any
-other endpoint works the same way:
-
-    S3_ENDPOINT=https://… S3_ACCESS_KEY=… S3_SECRET_KEY=… pytest tests/conformance/test_stores_outside.py
+`make test-radosgw` starts a Ceph radosgw and runs this on it, `make test-ministack` a ministack.
+For any other, set S3_ENDPOINT, S3_ACCESS_KEY and S3_SECRET_KEY (and S3_REGION, S3_BUCKET) and run
+this file; what it writes lies under prefixes of its own and is removed.
 """
 
 from __future__ import annotations
