@@ -25,6 +25,7 @@ from deltastore.clock import SystemClock
 from deltastore.config import PublisherSettings
 from deltastore.format.block import total_change
 from deltastore.format.dtypes import DType
+from deltastore.format.fingerprint import ZERO
 from deltastore.format.kernels import warm_up
 from deltastore.format.layout import BitState, Layout, TensorEntry
 from deltastore.format.mixing import fingerprint_state
@@ -242,7 +243,7 @@ def diff_threads(report: Report, trainer: Trainer) -> None:
         times = []
         for _ in range(RUNS):
             started = time.perf_counter()
-            for _block in differ.blocks(trainer.source, base):
+            for _block in differ.blocks(trainer.source, base, ZERO):
                 pass
             times.append(time.perf_counter() - started)
         seconds[threads] = min(times)

@@ -74,17 +74,25 @@ class ModuleSource:
         of the layout, IntegrityError(alias_drift) when it holds the names of one tensor of the
         layout in two storages with different bits.
         """
+        for tensor, start, patterns in self.runs(layout, most=MAX_BOX_ELEMENTS):
+            bits = host_bits(patterns, layout.tensors[tensor].dtype)
+            yield SourceBox(tensor, Box.run(start, bits.size), bits)
+
+    def runs(self, layout: Layout, *, most: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Position in the layout, first element and patterns of flat runs, where the tensors are.
+
+        Of contiguous tensors `most` elements each; of others whole rows. Raises what `boxes` does.
+        """
         named = named_tensors(self._module)
         matches = match_entries(layout, self._entries(named))
         for tensor, (spec, found) in enumerate(zip(layout.tensors, matches, strict=True)):
             first, *others = (named[position] for position in found)
             twins = [(other, other.patterns().reshape(-1)) for other in others]
-            for start, patterns in _runs(first, spec.dtype):
+            for start, patterns in _runs(first, spec.dtype, most):
                 for other, flat in twins:
                     run = flat[start : start + patterns.numel()]
                     _require_equal(first, other, patterns, _served(run, other, spec.dtype))
-                bits = host_bits(patterns, spec.dtype)
-                yield SourceBox(tensor, Box.run(start, bits.size), bits)
+                yield tensor, start, patterns
 
     def _entries(self, named: Sequence[NamedTensor]) -> list[TensorEntry]:
         return [
@@ -291,17 +299,17 @@ def _layout_dtype(layout: Layout, named: NamedTensor) -> DType | None:
     return layout.tensors[places[0]].dtype if places else None
 
 
-def _runs(named: NamedTensor, dtype: DType) -> Iterator[tuple[int, torch.Tensor]]:
+def _runs(named: NamedTensor, dtype: DType, most: int) -> Iterator[tuple[int, torch.Tensor]]:
     """First element and patterns of consecutive flat runs, in the serving dtype.
 
-    Of a contiguous tensor at most 2^22 elements each; of another whole rows, as copies.
+    Of a contiguous tensor at most `most` elements each; of another whole rows, as copies.
     """
     patterns = named.patterns()
     total = patterns.numel()
     contiguous = patterns.is_contiguous() or not total
     rows = patterns.reshape(-1) if contiguous else patterns
     per_row = total // rows.shape[0] if total else 1
-    step = max(1, MAX_BOX_ELEMENTS // per_row)
+    step = max(1, most // per_row)
     for first in range(0, rows.shape[0] if total else 0, step):
         run = rows[first : first + step].reshape(-1)
         yield first * per_row, _served(run, named, dtype)

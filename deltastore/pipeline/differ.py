@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 from deltastore.chain.diff import diff_box, diff_run
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.box import MAX_BOX_ELEMENTS
+from deltastore.pipeline.protocols import DiffingSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from deltastore.format.block import Block
+    from deltastore.format.fingerprint import Fingerprint
     from deltastore.format.layout import BitState, Layout
     from deltastore.pipeline.protocols import SourceBox, WeightSource
 
@@ -34,11 +36,18 @@ class Differ:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="diff")
 
-    def blocks(self, source: WeightSource, base: BitState) -> Iterator[Block]:
+    def blocks(
+        self, source: WeightSource, base: BitState, fingerprint: Fingerprint
+    ) -> Iterator[Block]:
         """Blocks of all that differs, by tensor and start if the source's boxes come so.
+
+        A DiffingSource compares by itself; `fingerprint` is the base's.
 
         Raises InvalidInputError at the end unless the boxes cover every element exactly once.
         """
+        if isinstance(source, DiffingSource):
+            yield from source.changes(base, fingerprint)
+            return
         covered = [0] * len(self._layout)
         for box in source.boxes(self._layout):
             covered[box.tensor] += box.box.elements

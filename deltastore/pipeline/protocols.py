@@ -7,7 +7,7 @@ weights that can be read and written at named places. Both speak in positions of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from deltastore.format.block import Block
     from deltastore.format.box import Box
     from deltastore.format.dtypes import Bits
     from deltastore.format.fingerprint import Fingerprint
-    from deltastore.format.layout import Layout, TensorEntry
+    from deltastore.format.layout import BitState, Layout, TensorEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,21 @@ class WeightSource(Protocol):
 
     def boxes(self, layout: Layout) -> Iterator[SourceBox]:
         """Boxes that cover every element of the layout exactly once, in layout order."""
+        ...
+
+
+@runtime_checkable
+class DiffingSource(WeightSource, Protocol):
+    """A source that finds its changes itself, where its weights are."""
+
+    def changes(self, base: BitState, fingerprint: Fingerprint) -> Iterator[Block]:
+        """Blocks of all that differs from `base`, by tensor and start, covering every tensor.
+
+        Args:
+            base: the bits of the last committed version, on the host.
+            fingerprint: of `base`: tells whether a copy held elsewhere is still the same, and
+                whether the changes yielded last were committed.
+        """
         ...
 
 

@@ -282,7 +282,7 @@ class Publisher:
             clock=self._clock,
         )
         try:
-            for block in self._differ.blocks(self._source, base):
+            for block in self._differ.blocks(self._source, base, head.core.fingerprint_after):
                 outbox.add(block)
             publication.captured.set()
             captured_s = self._clock.monotonic_s()

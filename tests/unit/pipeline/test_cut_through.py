@@ -13,6 +13,7 @@ from deltastore.errors import IntegrityError, InvalidInputError, Kind, StorageEr
 from deltastore.events import StageFinished
 from deltastore.format.box import MAX_BOX_ELEMENTS
 from deltastore.format.dtypes import DType
+from deltastore.format.fingerprint import ZERO
 from deltastore.format.layout import BitState, Layout, TensorEntry
 from deltastore.format.mixing import fingerprint_state
 from deltastore.pipeline.differ import Differ
@@ -134,7 +135,7 @@ def test_diff_on_threads_finds_the_same_blocks(threads):
     places = [0, 5, MAX_BOX_ELEMENTS - 1, MAX_BOX_ELEMENTS, elements - 1]
     new.arrays[0][places] = 1
     differ = Differ(layout, threads=threads)
-    blocks = list(differ.blocks(HostSource(new), base))
+    blocks = list(differ.blocks(HostSource(new), base, ZERO))
     differ.close()
     found = [block.box.start[0] + int(i) for block in blocks for i in block.indices]
     assert found == places
@@ -146,10 +147,10 @@ def test_source_that_fails_between_runs_of_a_tensor(tmp_path):
     base, new = BitState.zeros(layout), BitState.zeros(layout)
     new.arrays[0][:: 1 << 20] = 1
     differ = Differ(layout, threads=2)
-    blocks = differ.blocks(HostSource(new), base)
+    blocks = differ.blocks(HostSource(new), base, ZERO)
     next(blocks)
     blocks.close()
-    assert len(list(differ.blocks(HostSource(new), base))) == 5
+    assert len(list(differ.blocks(HostSource(new), base, ZERO))) == 5
     differ.close()
 
 
@@ -164,7 +165,7 @@ def test_source_that_leaves_out_a_tensor_is_named():
 
     differ = Differ(layout, threads=1)
     with pytest.raises(InvalidInputError, match="t1"):
-        list(differ.blocks(Half(state), state))
+        list(differ.blocks(Half(state), state, ZERO))
     differ.close()
 
 
