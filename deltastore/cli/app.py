@@ -13,7 +13,21 @@ import typer
 from deltastore import __version__
 from deltastore.cli.fleet import status
 from deltastore.cli.group import CommandGroup
+from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
+    AccessKeyEnv,
+    AsJson,
+    EndpointUrl,
+    Profile,
+    Region,
+    RunUrl,
+    SecretKeyEnv,
+    SignKeys,
+    Streams,
+    TrustedKeysFile,
+    Version,
+)
 from deltastore.cli.output import Output
+from deltastore.cli.upkeep import follow, keygen, maintain, verify
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -22,51 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # its traceback prints local variables: secrets are some
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-RunUrl = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN_URL",
-        help="Where the run is: s3://bucket/prefix/run or file:///absolute/folder/run.",
-        show_default=False,
-    ),
-]
-EndpointUrl = Annotated[
-    str | None,
-    typer.Option("--endpoint-url", metavar="URL", help="S3 endpoint, when it is not AWS."),
-]
-Region = Annotated[
-    str | None,
-    typer.Option("--region", metavar="NAME", help="S3 region."),
-]
-Profile = Annotated[
-    str | None,
-    typer.Option("--profile", metavar="NAME", help="Profile of the AWS configuration files."),
-]
-AccessKeyEnv = Annotated[
-    str | None,
-    typer.Option(
-        "--access-key-env",
-        metavar="VARIABLE",
-        help="Environment variable that holds the access key; default: the usual AWS places.",
-    ),
-]
-SecretKeyEnv = Annotated[
-    str | None,
-    typer.Option(
-        "--secret-key-env",
-        metavar="VARIABLE",
-        help="Environment variable that holds the secret key; default: the usual AWS places.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Streams = Annotated[
-    int, typer.Option("--streams", min=1, max=256, help="Parallel connections to the store.")
-]
-Version = Annotated[
-    int | None,
-    typer.Option("--version", min=0, metavar="V", help="Version; default: the newest."),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -153,6 +122,7 @@ def publish(
         Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder to publish.")
     ],
     step: Annotated[int, typer.Option("--step", min=0, help="Optimizer step of the checkpoint.")],
+    sign_key: SignKeys = None,
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
@@ -163,11 +133,18 @@ def publish(
 ) -> None:
     """Publish a checkpoint as the next version of a run."""
     from deltastore.cli.connection import Connection
+    from deltastore.cli.keys import read_signer
     from deltastore.cli.runs import publish_checkpoint
 
     connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     publish_checkpoint(
-        run_url, connection, checkpoint, step=step, streams=streams, output=Output(as_json)
+        run_url,
+        connection,
+        checkpoint,
+        step=step,
+        streams=streams,
+        signer=read_signer(sign_key or ()),
+        output=Output(as_json),
     )
 
 
@@ -177,6 +154,12 @@ def log(
     limit: Annotated[
         int, typer.Option("--limit", min=1, max=1_000_000, help="Newest versions to list.")
     ] = 50,
+    events: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--events", metavar="FILE", help="Event log of the trainer: adds the stages' times."
+        ),
+    ] = None,
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
@@ -190,7 +173,14 @@ def log(
     from deltastore.cli.history import list_history
 
     connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
-    list_history(run_url, connection, limit=limit, streams=streams, output=Output(as_json))
+    list_history(
+        run_url,
+        connection,
+        limit=limit,
+        streams=streams,
+        events=events or (),
+        output=Output(as_json),
+    )
 
 
 @app.command()
@@ -217,6 +207,7 @@ def replay(
     run_url: RunUrl,
     out: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write; must not exist.")],
     version: Version = None,
+    trusted_keys: TrustedKeysFile = None,
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
@@ -227,11 +218,18 @@ def replay(
 ) -> None:
     """Rebuild a version from the bucket alone and write it as a checkpoint."""
     from deltastore.cli.connection import Connection
+    from deltastore.cli.keys import read_trusted
     from deltastore.cli.restore import replay_version
 
     connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     replay_version(
-        run_url, connection, out, version=version, streams=streams, output=Output(as_json)
+        run_url,
+        connection,
+        out,
+        version=version,
+        streams=streams,
+        trusted=read_trusted(trusted_keys),
+        output=Output(as_json),
     )
 
 
@@ -263,27 +261,5 @@ def probe(
     probe_url(store_url, connection, rounds=rounds, output=Output(as_json))
 
 
-@app.command()
-def verify(
-    run_url: RunUrl,
-    deep: Annotated[
-        bool,
-        typer.Option("--deep", help="Also read every object and replay every version."),
-    ] = False,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
-    streams: Streams = 8,
-    as_json: AsJson = False,
-) -> None:
-    """Check a run: manifests, chain, objects, and with --deep every bit of every version."""
-    from deltastore.cli.connection import Connection
-    from deltastore.cli.verify import verify_run
-
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
-    verify_run(run_url, connection, deep=deep, streams=streams, output=Output(as_json))
-
-
-app.command()(status)
+for _command in (verify, maintain, follow, keygen, status):
+    app.command()(_command)

@@ -1,6 +1,6 @@
 """A version number alone names nothing: `log` and `show` print what a version is and its hash.
 
-Both read manifests only: no weights are fetched.
+Both read manifests only: no weights are fetched. What publishing took comes from event logs.
 """
 
 from __future__ import annotations
@@ -8,34 +8,53 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from deltastore.cli.output import Document, Output, share_text, size_text, stamp_text
-from deltastore.format.manifest import VersionKind
+from deltastore.cli.history_table import history_table, version_table
+from deltastore.cli.stages import read_stages, stages_document
+from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.resolve import find_head
+from deltastore.repository.shortcuts import (
+    list_anchors,
+    list_composites,
+    load_anchor,
+    load_composite,
+    point_of,
+)
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from collections.abc import Sequence
+    from pathlib import Path
 
     from deltastore.cli.connection import Connection
+    from deltastore.cli.output import Document, Output
     from deltastore.format.manifest import VersionManifest
+    from deltastore.format.shortcut import AnchorManifest, CompositeManifest
     from deltastore.repository.run import Run
 
 
 def list_history(
-    run_url: str, connection: Connection, *, limit: int, streams: int, output: Output
+    run_url: str,
+    connection: Connection,
+    *,
+    limit: int,
+    streams: int,
+    output: Output,
+    events: Sequence[Path] = (),
 ) -> None:
-    """Print the newest `limit` versions, newest last."""
+    """Print the newest `limit` versions, newest last, with the times that event logs have."""
     with connection.run(run_url, streams=streams) as run:
         head = find_head(run)
         first = max(0, head - limit + 1)
         with ThreadPoolExecutor(streams) as pool:
             manifests = list(pool.map(lambda v: load_manifest(run, v), range(first, head + 1)))
+        stages = read_stages(events, manifests)
         document = {
             **run_document(run, run_url),
             "head": head,
             "versions": [version_document(run, manifest) for manifest in manifests],
+            "stages": [stages_document(v, event) for v, event in sorted(stages.items())],
         }
-        output.emit(document, lambda: _history_table(run, manifests))
+        output.emit(document, lambda: history_table(run, manifests, stages))
 
 
 def show_version(
@@ -58,8 +77,46 @@ def show_version(
                 for f in manifest.core.files
             ],
             "signed_by": [signature.key_id for signature in manifest.signatures],
+            "shortcuts": _shortcuts_to(run, manifest),
         }
-        output.emit(document, lambda: _version_table(run, head, manifest))
+        output.emit(document, lambda: version_table(run, head, manifest, document["shortcuts"]))
+
+
+def _shortcuts_to(run: Run, target: VersionManifest) -> list[Document]:
+    """The shortcuts that lead to a version; one that does not hold is `verify`'s to name."""
+    version = target.core.version
+    listed = [one for one in list_anchors(run) if one.version == version]
+    listed += [one for one in list_composites(run) if one.version == version]
+    found: list[Document] = []
+    for one in listed:
+        try:
+            if one.base is None:
+                anchor = load_anchor(run, target)
+                found.append(_shortcut_document(anchor, None, len(anchor.core.files)))
+            else:
+                start = point_of(load_manifest(run, one.base))
+                composite = load_composite(run, start, target)
+                objects = len(composite.core.segments)
+                found.append(_shortcut_document(composite, one.base, objects))
+        except (FormatError, IntegrityError, NotFoundError) as err:
+            if err.kind is Kind.BUCKET_MISSING:
+                raise
+    return found
+
+
+def _shortcut_document(
+    manifest: AnchorManifest | CompositeManifest, base: int | None, objects: int
+) -> Document:
+    core = manifest.core
+    return {
+        "kind": "anchor" if base is None else "composite",
+        "base_version": base,
+        "version": core.target.version,
+        "size_bytes": core.size_bytes,
+        "objects": objects,
+        "created_ms": core.created_ms,
+        "signed_by": [signature.key_id for signature in manifest.signatures],
+    }
 
 
 def run_document(run: Run, run_url: str) -> Document:
@@ -99,63 +156,3 @@ def version_document(run: Run, manifest: VersionManifest) -> Document:
         "generation": core.generation,
         "created_ms": core.created_ms,
     }
-
-
-def _history_table(run: Run, manifests: list[VersionManifest]) -> Table:
-    from rich.table import Table
-
-    title = f"{run.name}: {len(run.layout)} tensors, {size_text(run.dense_bytes)} dense"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("version", "kind", "steps", "changed", "density", "size", "of dense"):
-        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-    table.add_column("created", no_wrap=True)
-    table.add_column("policy hash", no_wrap=True)
-    for manifest in manifests:
-        core = manifest.core
-        delta = core.kind is VersionKind.DELTA
-        table.add_row(
-            str(core.version),
-            core.kind.value,
-            _steps_text(manifest),
-            str(core.nnz) if delta else "-",
-            share_text(core.nnz, run.layout.elements) if delta else "-",
-            size_text(core.delta_bytes),
-            share_text(core.delta_bytes, run.dense_bytes),
-            stamp_text(core.created_ms),
-            manifest.policy_hash[:12],
-        )
-    return table
-
-
-def _version_table(run: Run, head: int, manifest: VersionManifest) -> Table:
-    from rich.table import Table
-
-    core = manifest.core
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    rows = [
-        ("run", f"{run.name} ({run.record.run_id})"),
-        ("version", f"{core.version} of {head}, {core.kind.value}"),
-        ("policy hash", manifest.policy_hash),
-        ("base", "-" if core.base_version is None else str(core.base_version)),
-        ("base policy hash", core.base_policy_hash or "-"),
-        ("fingerprint", str(core.fingerprint_after)),
-        ("steps", _steps_text(manifest)),
-        ("changed", f"{core.nnz} ({share_text(core.nnz, run.layout.elements)})"),
-        ("size", f"{size_text(core.delta_bytes)} of {size_text(run.dense_bytes)} dense"),
-        ("encodings", ", ".join(core.encodings) or "-"),
-        ("generation", str(core.generation)),
-        ("created", stamp_text(core.created_ms)),
-        ("signed by", ", ".join(s.key_id for s in manifest.signatures) or "nobody"),
-    ]
-    rows += [("segment", f"{s.key}  {size_text(s.size_bytes)}") for s in core.segments]
-    rows += [("file", f"{f.name}  {size_text(f.size_bytes)}") for f in core.files]
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _steps_text(manifest: VersionManifest) -> str:
-    first, last = manifest.core.step_first, manifest.core.step_last
-    return str(last) if first == last else f"{first}-{last}"

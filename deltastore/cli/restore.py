@@ -7,27 +7,22 @@ written.
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltastore.adapters.safetensors_write import write_checkpoint
+from deltastore.cli.checkpoint_parts import read_parts
 from deltastore.cli.files import refuse_existing
 from deltastore.cli.history import run_document, version_document
 from deltastore.cli.output import Output, size_text
 from deltastore.cli.progress import progress
 from deltastore.clock import SystemClock
-from deltastore.format.checkpoint_file import LENGTH_BYTES, header_bytes, parse_header
 from deltastore.pipeline.replay import replay
-from deltastore.repository.fetch import load_manifest
-from deltastore.repository.full import WEIGHTS_SUFFIX, download_files
-from deltastore.storage.store import ByteRange
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from deltastore.cli.connection import Connection
-    from deltastore.format.checkpoint_file import CheckpointHeader
-    from deltastore.format.manifest import VersionManifest
-    from deltastore.repository.run import Run
+    from deltastore.format.signing import TrustedKeys
 
 
 def replay_version(
@@ -38,24 +33,23 @@ def replay_version(
     version: int | None,
     streams: int,
     output: Output,
+    trusted: TrustedKeys | None = None,
 ) -> None:
     """Rebuild a version (None: HEAD) and write it as the checkpoint folder `out`."""
     refuse_existing(out)
     with connection.run(run_url, streams=streams) as run:
         with progress(f"replay {run.name}") as meter:
             replayed = replay(
-                run, version, clock=SystemClock(), streams=streams, progress=meter.advance
+                run,
+                version,
+                clock=SystemClock(),
+                streams=streams,
+                progress=meter.advance,
+                trusted=trusted,
             )
-        start = load_manifest(run, 0)
-        with tempfile.TemporaryDirectory(prefix="deltastore-") as folder:
-            extras = download_files(run, start, Path(folder), weights=False, streams=streams)
-            with progress(f"write {out}"):
-                write_checkpoint(
-                    replayed.state,
-                    out,
-                    headers=_remote_headers(run, start),
-                    extras={path.name: path for path in extras},
-                )
+        parts = read_parts(run, streams=streams)
+        with progress(f"write {out}"):
+            write_checkpoint(replayed.state, out, headers=parts.headers, extras=parts.extras)
         report = replayed.report
         document = {
             **run_document(run, run_url),
@@ -73,14 +67,3 @@ def replay_version(
                 f" {report.via}, {size_text(report.size_bytes)} read, proved by fingerprint"
             ),
         )
-
-
-def _remote_headers(run: Run, start: VersionManifest) -> dict[str, CheckpointHeader]:
-    """The headers of a full version's shards, by file name, read by range."""
-    headers: dict[str, CheckpointHeader] = {}
-    for file in start.core.files:
-        if file.name.endswith(WEIGHTS_SUFFIX) and file.key is not None:
-            length = run.store.get(file.key, ByteRange(0, LENGTH_BYTES))
-            head = run.store.get(file.key, ByteRange(0, header_bytes(length)))
-            headers[file.name] = parse_header(head, file_bytes=file.size_bytes)
-    return headers

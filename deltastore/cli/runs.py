@@ -21,6 +21,7 @@ from deltastore.clock import SystemClock
 from deltastore.config import PublisherSettings
 from deltastore.format.coverage import match_entries
 from deltastore.format.mixing import fingerprint_state
+from deltastore.format.signing import unsigned
 from deltastore.ids import check_name
 from deltastore.pipeline.publisher import Publisher
 from deltastore.repository.fetch import load_manifest
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.cli.connection import Connection
+    from deltastore.format.signing import Signer
 
 
 def init_run(
@@ -79,6 +81,7 @@ def publish_checkpoint(
     step: int,
     streams: int,
     output: Output,
+    signer: Signer = unsigned,
 ) -> None:
     """Publish the checkpoint in `folder` as the next version, taking the run over."""
     checkpoint = scan_checkpoint(folder)
@@ -93,6 +96,7 @@ def publish_checkpoint(
                 clock=clock,
                 step=step,
                 settings=PublisherSettings(streams=streams),
+                signer=signer,
             )
             manifest = publisher.head
             publisher.close()

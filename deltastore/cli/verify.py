@@ -1,44 +1,87 @@
-"""A check whose exit code is always 0 is not run by anyone's script: errors here exit with 6."""
+"""A check whose exit code is always 0 is not run by anyone's script: errors here exit with 6.
+
+Damage that can be mended is listed with what would be done about it. `--repair` does it, then the
+run is checked again: exit code and report are those of the second check.
+"""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
 from deltastore.cli.exits import ExitCode
 from deltastore.cli.history import run_document
-from deltastore.cli.output import Document, Output, one_line, size_text
 from deltastore.cli.progress import progress
+from deltastore.cli.verify_table import report_table
 from deltastore.clock import SystemClock
-from deltastore.maintenance.findings import Finding, Report, Severity
+from deltastore.format.signing import unsigned
 from deltastore.maintenance.fsck import check_run
+from deltastore.maintenance.repair import Repaired, execute_repair, plan_repair
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from collections.abc import Sequence
 
     from deltastore.cli.connection import Connection
+    from deltastore.cli.output import Document, Output
+    from deltastore.format.signing import Signer, TrustedKeys
+    from deltastore.maintenance.findings import Report
+    from deltastore.repository.run import Run
 
-MAX_ROWS = 200  # a table longer than this is not read: --json has them all
-_STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+PLANNED = "not done: --repair does it"
 
 
-def verify_run(
-    run_url: str, connection: Connection, *, deep: bool, streams: int, output: Output
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Verifying:
+    """What to check and to do.
+
+    Args:
+        source: URL of the same run in another region and how to reach it.
+        signer: of anchors that a repair cuts.
+    """
+
+    deep: bool = False
+    repair: bool = False
+    source: tuple[str, Connection] | None = None
+    streams: int = 8
+    trusted: TrustedKeys | None = None
+    signer: Signer = unsigned
+
+
+def verify_run(run_url: str, connection: Connection, verifying: Verifying, output: Output) -> None:
     """Check a run and print what was found; exits with 6 when a finding is an error."""
-    with connection.run(run_url, streams=streams) as run:
-        with progress(f"verify {run.name}") as meter:
-            report = check_run(
-                run, deep=deep, streams=streams, clock=SystemClock(), progress=meter.reached
-            )
-        document = {**run_document(run, run_url), **report_document(report)}
-        output.emit(document, lambda: _report_table(report))
+    with ExitStack() as stack:
+        run = stack.enter_context(connection.run(run_url, streams=verifying.streams))
+        source = None
+        if verifying.source is not None:
+            url, other = verifying.source
+            source = stack.enter_context(other.run(url, streams=verifying.streams))
+        report = _check(run, verifying)
+        repairs: Sequence[Repaired] = ()
+        if not report.ok:
+            plan = plan_repair(run, report, source, trusted=verifying.trusted)
+            repairs = [Repaired(step, False, PLANNED) for step in plan]
+            if verifying.repair and plan:
+                with progress(f"repair {run.name}"):
+                    repairs = execute_repair(
+                        run,
+                        plan,
+                        source,
+                        clock=SystemClock(),
+                        streams=verifying.streams,
+                        signer=verifying.signer,
+                        trusted=verifying.trusted,
+                    )
+                report = _check(run, verifying)
+        document = {**run_document(run, run_url), **report_document(report, repairs)}
+        output.emit(document, lambda: report_table(report, repairs))
     if not report.ok:
         raise typer.Exit(ExitCode.INTEGRITY)
 
 
-def report_document(report: Report) -> Document:
+def report_document(report: Report, repairs: Sequence[Repaired]) -> Document:
     """The report as `--json` prints it."""
     return {
         "ok": report.ok,
@@ -64,51 +107,27 @@ def report_document(report: Report) -> Document:
             }
             for finding in report.findings
         ],
+        "repairs": [
+            {
+                "action": one.repair.action.value,
+                "key": one.repair.key,
+                "version": one.repair.version,
+                "reason": one.repair.reason,
+                "done": one.done,
+                "message": one.message,
+            }
+            for one in repairs
+        ],
     }
 
 
-def _report_table(report: Report) -> RenderableType:
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    parts: list[RenderableType] = []
-    if report.findings:
-        table = Table(box=None, pad_edge=False)
-        for name in ("severity", "defect", "version", "what", "way out"):
-            table.add_column(name, overflow="fold", justify="left")
-        shown = sorted(report.findings, key=_rank)[:MAX_ROWS]
-        for finding in shown:
-            table.add_row(*_row(finding), style=_STYLES[finding.severity])
-        parts.append(table)
-        if len(report.findings) > len(shown):
-            parts.append(Text(f"and {len(report.findings) - len(shown)} more: see --json"))
-    errors = sum(finding.severity is Severity.ERROR for finding in report.findings)
-    verdict = "whole" if report.ok else f"DAMAGED: {errors} errors"
-    proved = f", {report.replayed} replayed and proved bit for bit" if report.deep else ""
-    head = "no version" if report.head is None else f"HEAD {report.head}"
-    shortcuts = f", {report.shortcuts} shortcuts" if report.shortcuts else ""
-    gone = f", {report.gone} gone below the floor {report.floor}" if report.gone else ""
-    parts.append(
-        Text(
-            f"{verdict}: {head}, {report.versions} versions{proved}{gone}{shortcuts},"
-            f" {report.objects} objects,"
-            f" {size_text(report.size_bytes)}, {report.seconds:.1f} s"
+def _check(run: Run, verifying: Verifying) -> Report:
+    with progress(f"verify {run.name}") as meter:
+        return check_run(
+            run,
+            deep=verifying.deep,
+            streams=verifying.streams,
+            clock=SystemClock(),
+            progress=meter.reached,
+            trusted=verifying.trusted,
         )
-    )
-    return Group(*parts)
-
-
-def _rank(finding: Finding) -> int:
-    return list(Severity).index(finding.severity)
-
-
-def _row(finding: Finding) -> tuple[str, str, str, str, str]:
-    where = f" [{finding.key}]" if finding.key else ""
-    return (
-        finding.severity.value,
-        finding.defect.value,
-        "" if finding.version is None else str(finding.version),
-        one_line(finding.message + where),
-        one_line(finding.remedy),
-    )

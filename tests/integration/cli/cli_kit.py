@@ -44,7 +44,7 @@ class Cli:
 
     def run(self, command: str, *words: str | Path) -> Result:
         """Run a command; those that take a run get the store's options."""
-        options = () if command in {"diff", "apply"} else self.options
+        options = () if command in {"diff", "apply", "keygen"} else self.options
         line = [command, *map(str, words), *options]
         return CliRunner().invoke(app, line, env=dict(self.env))
 

@@ -1,0 +1,209 @@
+"""Commands that look after a run: verify and repair it, maintain it, follow it, make keys for it.
+
+As in `app.py`, a command only names its arguments here; its module is imported when it runs.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path  # noqa: TC003 - the framework evaluates annotations at run time
+from typing import Annotated
+
+import typer
+
+from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
+    AccessKeyEnv,
+    AsJson,
+    EndpointUrl,
+    Profile,
+    Region,
+    RunUrl,
+    SecretKeyEnv,
+    SignKeys,
+    Streams,
+    TrustedKeysFile,
+)
+from deltastore.cli.output import Output
+
+
+class Only(StrEnum):
+    """What `maintain --only` names."""
+
+    REPLICATE = "replicate"
+    ANCHORS = "anchors"
+    COMPOSITES = "composites"
+    RETENTION = "retention"
+    JANITOR = "janitor"
+
+
+def verify(
+    run_url: RunUrl,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Also read every object and replay every version."),
+    ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Mend what can be mended; without it that is only listed."),
+    ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="RUN_URL", help="The same run in another region, to copy from."
+        ),
+    ] = None,
+    from_endpoint_url: Annotated[
+        str | None,
+        typer.Option("--from-endpoint-url", metavar="URL", help="Endpoint of --from, if another."),
+    ] = None,
+    trusted_keys: TrustedKeysFile = None,
+    sign_key: SignKeys = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Check a run: manifests, chain, objects, and with --deep every bit of every version."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.keys import read_signer, read_trusted
+    from deltastore.cli.verify import Verifying, verify_run
+
+    keys = (access_key_env, secret_key_env)
+    other = Connection(from_endpoint_url or endpoint_url, region, profile, *keys)
+    verifying = Verifying(
+        deep=deep,
+        repair=repair,
+        source=None if source is None else (source, other),
+        streams=streams,
+        trusted=read_trusted(trusted_keys),
+        signer=read_signer(sign_key or ()),
+    )
+    connection = Connection(endpoint_url, region, profile, *keys)
+    verify_run(run_url, connection, verifying, Output(as_json))
+
+
+def maintain(
+    run_url: RunUrl,
+    only: Annotated[
+        list[Only] | None, typer.Option("--only", help="Do only this; may be given several times.")
+    ] = None,
+    execute: Annotated[
+        bool | None,
+        typer.Option(
+            "--execute/--dry-run",
+            help="Delete what is to be deleted / write nothing at all. By default shortcuts are"
+            " made and deletions are only shown.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_versions: Annotated[
+        int, typer.Option("--keep-versions", min=1, help="Newest versions to keep replayable.")
+    ] = 256,
+    grace_s: Annotated[
+        float,
+        typer.Option("--grace-s", min=0.001, help="Seconds that readers are told beforehand."),
+    ] = 6 * 3600.0,
+    join_seconds_max: Annotated[
+        float,
+        typer.Option("--join-seconds-max", min=0, help="What a chain may cost a joiner."),
+    ] = 60.0,
+    anchor_multiple: Annotated[
+        int, typer.Option("--anchor-multiple", min=1, help="Anchors stand on multiples of this.")
+    ] = 64,
+    relay: Annotated[
+        list[str] | None,
+        typer.Option("--relay", metavar="NAME=RUN_URL", help="Another region, if this is home."),
+    ] = None,
+    behind: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--behind", metavar="NAME", help="A relay that will start again: do not wait for it."
+        ),
+    ] = None,
+    wait_s: Annotated[
+        float, typer.Option("--wait-s", min=0, help="How long relays may take to catch up.")
+    ] = 600.0,
+    trusted_keys: TrustedKeysFile = None,
+    sign_key: SignKeys = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Make anchors and composites, and show (or do) what retention and the janitor delete."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.keys import read_signer, read_trusted
+    from deltastore.cli.maintain import Mode, Task, Upkeep, maintain_run
+    from deltastore.maintenance.anchors import AnchorPolicy
+    from deltastore.maintenance.retention_plan import RetentionPolicy
+
+    mode = Mode.MAKE if execute is None else Mode.EXECUTE if execute else Mode.PLAN
+    upkeep = Upkeep(
+        tasks=[Task(name.value) for name in only or ()],
+        mode=mode,
+        anchors=AnchorPolicy(join_seconds_max=join_seconds_max, multiple=anchor_multiple),
+        retention=RetentionPolicy(keep_versions=keep_versions, grace_s=grace_s),
+        relays=relay or (),
+        behind=behind or (),
+        wait_s=wait_s,
+        streams=streams,
+        signer=read_signer(sign_key or ()),
+        trusted=read_trusted(trusted_keys),
+    )
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    maintain_run(run_url, connection, upkeep, Output(as_json))
+
+
+def follow(
+    run_url: RunUrl,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Keep DIR/latest at the newest version."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once, then end.")] = False,
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, max=10_000, help="Versions to keep in DIR.")
+    ] = 2,
+    poll_s: Annotated[
+        float, typer.Option("--poll-s", min=0.05, help="Seconds between looks.")
+    ] = 2.0,
+    trusted_keys: TrustedKeysFile = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Follow a run: print each newest version, or keep a folder at it."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.follow import Following, follow_run
+    from deltastore.cli.keys import read_trusted
+
+    following = Following(out, once, keep, poll_s, streams, read_trusted(trusted_keys))
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    follow_run(run_url, connection, following, Output(as_json))
+
+
+def keygen(
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Private key to write; FILE.pub is the public one."),
+    ],
+    role: Annotated[
+        list[str] | None,
+        typer.Option("--role", help="What readers shall let it sign: versions or shortcuts."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an Ed25519 key that signs manifests."""
+    from deltastore.cli.keys import make_keys
+
+    make_keys(out, role or ["versions", "shortcuts"], Output(as_json))
