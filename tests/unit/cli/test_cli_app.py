@@ -19,19 +19,6 @@ from deltastore.errors import ConflictError, Kind
 
 COMMANDS = ["diff", "apply", "init", "publish", "log", "show", "replay", "probe", "verify"]
 COMMANDS += ["maintain", "follow", "keygen"]
-    "diff",
-    "apply",
-    "init",
-    "publish",
-    "log",
-    "show",
-    "replay",
-    "probe",
-    "verify",
-    "maintain",
-    "follow",
-    "keygen",
-]
 START = "from deltastore.cli import main; main()"
 ERROR_KEYS = ["kind", "class", "message", "run", "version", "key", "hint", "exit_code"]
 
