@@ -1,4 +1,4 @@
-"""The system against a dict: whatever order things happen in, an actor holds what the trainer had."""
+"""The system against a dict: in whatever order things happen, actors hold what was published."""
 
 from __future__ import annotations
 

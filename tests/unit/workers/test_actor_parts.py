@@ -23,10 +23,10 @@ from deltastore.storage.wrapper import StoreWrapper
 from deltastore.testing.clock import FakeClock
 from tests.unit.workers.kit import hash_of, memory_run
 from workers.actor.engine import Completions, GenerationStopped
-from workers.head_hints import REPEATED_HINT_WAIT_S, HeadHints
 from workers.actor.presence import Presence
 from workers.actor.rollout import RolloutWorker
 from workers.config import ActorConfig
+from workers.head_hints import REPEATED_HINT_WAIT_S, HeadHints
 from workers.payload import JobPayload
 from workers.results import RolloutResult
 from workers.sampling import Sampling
