@@ -29,9 +29,10 @@ from deltastore.repository.resolve import find_head
 from deltastore.repository.shortcuts import load_anchor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from deltastore.format.fields import FileRef
+    from deltastore.format.manifest import VersionManifest
     from deltastore.format.signing import TrustedKeys
     from deltastore.repository.run import Run
     from deltastore.storage.store import ObjectInfo
@@ -169,7 +170,7 @@ def _newest_start(
     trusted: TrustedKeys | None,
 ) -> tuple[int, tuple[FileRef, ...]]:
     """The newest whole state at or below `needed` that is there, and its files."""
-    for target in walk_down(run, head, streams=streams, trusted=trusted):
+    for target in _down_to_the_start(run, head, streams, trusted):
         version = target.core.version
         if version > needed:
             continue
@@ -184,9 +185,18 @@ def _newest_start(
         for files in candidates:
             if files and all(_is_whole(objects, file) for file in files):
                 return version, files
-        if version == 0 or (version and not needed):
-            break
     return 0, ()
+
+
+def _down_to_the_start(
+    run: Run, head: int, streams: int, trusted: TrustedKeys | None
+) -> Iterator[VersionManifest]:
+    """The manifests from HEAD down; a region's chain may begin above 0, `find_head` saw no hole."""
+    try:
+        yield from walk_down(run, head, streams=streams, trusted=trusted)
+    except NotFoundError as err:
+        if err.kind is not Kind.VERSION_MISSING:
+            raise
 
 
 def _is_whole(objects: Mapping[str, ObjectInfo], file: FileRef) -> bool:
