@@ -181,6 +181,52 @@ class ReplicateConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MaintenanceConfig:
+    """How a maintenance worker tends buckets.
+
+    Args:
+        regions: whose buckets; empty: every region of the file.
+        tasks: some of anchors, composites, retention, janitor.
+        every_s: between rounds.
+        rounds_max: end after so many rounds; None: when told to stop.
+        delete: whether retention and the janitor delete; else they only report what they would.
+        keep_versions, grace_s, rollout_keep_versions: see RetentionPolicy.
+        join_seconds_max, anchor_multiple: see AnchorPolicy.
+        orphan_grace_s, abandoned_s: see JanitorPolicy.
+        behind: regions that home's retention does not wait for.
+        streams: requests in flight.
+        sign_keys: files of private keys that sign shortcuts.
+        trusted_keys: a file of keys that must have signed what is built on; None trusts the bucket.
+    """
+
+    regions: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ("anchors", "composites", "retention", "janitor")
+    every_s: float = 30.0
+    rounds_max: int | None = None
+    delete: bool = False
+    keep_versions: int = 256
+    grace_s: float = 6 * 3600.0
+    rollout_keep_versions: int = 64
+    join_seconds_max: float = 60.0
+    anchor_multiple: int = 64
+    orphan_grace_s: float = 3600.0
+    abandoned_s: float = 7 * 86400.0
+    behind: tuple[str, ...] = ()
+    streams: int = 8
+    sign_keys: tuple[str, ...] = ()
+    trusted_keys: str | None = None
+
+    def __post_init__(self) -> None:
+        known = ("anchors", "composites", "retention", "janitor")
+        odd = [name for name in self.tasks if name not in known]
+        require(not odd and bool(self.tasks), "tasks", self.tasks, f"some of {', '.join(known)}")
+        _positive(self, "every_s")
+        if self.rounds_max is not None:
+            _whole(self, "rounds_max", 1, 1 << 53)
+        _whole(self, "streams", 1, 256)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker's part in one run.
 
@@ -196,7 +242,7 @@ class WorkerConfig:
         seed: of prompts and sampling.
         threads: for torch.
         metrics_port, metrics_host: where metrics are served (docs/metrics.md); None: nowhere.
-        trainer, actor, stager, replicate: the part; a process needs one of them.
+        trainer, actor, stager, replicate, maintenance: the part; a process needs one of them.
     """
 
     run: str
@@ -215,6 +261,7 @@ class WorkerConfig:
     actor: ActorConfig | None = None
     stager: StagerConfig | None = None
     replicate: ReplicateConfig | None = None
+    maintenance: MaintenanceConfig | None = None
 
     def __post_init__(self) -> None:
         check_name(self.run, "run name")
@@ -224,6 +271,10 @@ class WorkerConfig:
         for what, part in (("actor", self.actor), ("stager", self.stager)):
             if part is not None:
                 require(part.region in names, f"{what}.region", part.region, f"one of {names}")
+        if self.maintenance is not None:
+            named = (*self.maintenance.regions, *self.maintenance.behind)
+            odd = [name for name in named if name not in names]
+            require(not odd, "maintenance.regions", named, f"some of {names}")
         if self.trainer is not None or self.actor is not None:
             require(bool(self.redis_url), "redis_url", self.redis_url, "trainer and actor need it")
         if self.metrics_port is not None:
