@@ -272,9 +272,9 @@ class WorkerConfig:
             if part is not None:
                 require(part.region in names, f"{what}.region", part.region, f"one of {names}")
         if self.maintenance is not None:
-            named = (*self.maintenance.regions, *self.maintenance.behind)
-            odd = [name for name in named if name not in names]
-            require(not odd, "maintenance.regions", named, f"some of {names}")
+            tended = (*self.maintenance.regions, *self.maintenance.behind)
+            odd = [name for name in tended if name not in names]
+            require(not odd, "maintenance.regions", tended, f"some of {names}")
         if self.trainer is not None or self.actor is not None:
             require(bool(self.redis_url), "redis_url", self.redis_url, "trainer and actor need it")
         if self.metrics_port is not None:
