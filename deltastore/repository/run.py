@@ -25,6 +25,7 @@ from deltastore.format.manifest import (
     VersionKind,
     VersionManifest,
 )
+from deltastore.format.signing import Signer, unsigned
 from deltastore.ids import check_name, new_token
 from deltastore.storage.probe import probe_store, require_home
 from deltastore.storage.store import ObjectStore, PutMode
@@ -107,6 +108,7 @@ def create_run(
     home_name: str = "home",
     step: int = 0,
     probe: bool = True,
+    signer: Signer = unsigned,
 ) -> Run:
     """Make a run whose version 0 is the checkpoint `files` hold; return it as home has it.
 
@@ -117,6 +119,7 @@ def create_run(
         regions: name to store of the other regions.
         step: optimizer steps already in the checkpoint.
         probe: whether to check first that `home` honours create-only puts.
+        signer: makes the signatures of version 0's manifest from its core's bytes.
 
     Raises ConflictError(run_exists), StorageError(no_conditional_put).
     """
@@ -135,10 +138,10 @@ def create_run(
             created_ms=int(clock.utc_s() * 1000),
         )
         manifest = _upload_version_zero(
-            home, keys, record, layout, files, fingerprint, step, claim=True
+            home, keys, record, layout, files, fingerprint, step, signer, claim=True
         )
     else:
-        manifest = _finish(home, keys, record, layout, files, fingerprint, step)
+        manifest = _finish(home, keys, record, layout, files, fingerprint, step, signer)
     for store in (regions or {}).values():
         _copy_version_zero(store, keys, record, layout, files, manifest)
     return Run(home, keys, record, layout)
@@ -152,6 +155,7 @@ def _finish(
     files: Sequence[CheckpointFile],
     fingerprint: Fingerprint,
     step: int,
+    signer: Signer,
 ) -> VersionManifest:
     """Finish a run whose creation was cut after run.json; refuse one that is whole."""
     exists = _object_exists(home, keys.version(0))
@@ -162,7 +166,9 @@ def _finish(
             run=record.run,
             hint="choose another name, or publish to the run that is there",
         )
-    return _upload_version_zero(home, keys, record, layout, files, fingerprint, step, claim=False)
+    return _upload_version_zero(
+        home, keys, record, layout, files, fingerprint, step, signer, claim=False
+    )
 
 
 def _upload_version_zero(
@@ -173,6 +179,7 @@ def _upload_version_zero(
     files: Sequence[CheckpointFile],
     fingerprint: Fingerprint,
     step: int,
+    signer: Signer,
     *,
     claim: bool,
 ) -> VersionManifest:
@@ -201,7 +208,7 @@ def _upload_version_zero(
         writer_nonce=new_token(),
         created_ms=record.created_ms,
     )
-    manifest = VersionManifest(core)
+    manifest = VersionManifest(core, signer(core.canonical_bytes()))
     try:
         if claim:
             home.put(keys.run_json, record.to_bytes(), mode=PutMode.CREATE)

@@ -7,9 +7,10 @@ import pytest
 
 import deltastore
 from deltastore.clock import SystemClock
-from deltastore.errors import ApplyError, InvalidInputError, Kind, NotFoundError
+from deltastore.errors import ApplyError, IntegrityError, InvalidInputError, Kind, NotFoundError
 from deltastore.format.layout import Layout
 from deltastore.format.mixing import fingerprint_state
+from deltastore.format.signing import SigningKey, TrustedKeys, sign_with
 from deltastore.pipeline.host import HostSource, HostTarget
 from deltastore.repository.run import create_run
 from deltastore.storage.fs import FileStore
@@ -109,3 +110,35 @@ class _Flaky(HostTarget):
             self.failing = False
             raise RuntimeError("the device fell over")
         super().scatter(tensor, box, indices, bits)
+
+
+def test_signed_from_version_zero_on(tmp_path):
+    """With a pinned key a run signed from its creation is followed, and strangers are refused."""
+    key, stranger = SigningKey.generate(), SigningKey.generate()
+    layout = Layout.build(ENTRIES)
+    state = random_state(layout, 1)
+    create_run(
+        FileStore(tmp_path / "runs"),
+        RUN,
+        layout=layout,
+        files=write_files(state, tmp_path / "checkpoint"),
+        fingerprint=fingerprint_state(state),
+        clock=SystemClock(),
+        signer=sign_with(key),
+    )
+    url = f"file://{tmp_path}/runs/{RUN}"
+    trusted = TrustedKeys.of(versions=[key.public])
+    live = state.copy()
+    assert deltastore.connect(url, trusted=trusted).replay().state.equals(state)
+    actor = deltastore.connect(url, trusted=trusted).actor(HostTarget(live))
+    publisher = deltastore.connect(url).publisher(HostSource(state), signer=sign_with(key))
+    change_some(state, np.random.default_rng(1))
+    publisher.publish(1).result(60)
+    publisher.close()
+    actor.stage()
+    actor.activate()
+    assert live.equals(state)
+    deltastore.connect(url).publisher(HostSource(state), signer=sign_with(stranger)).close()
+    with pytest.raises(IntegrityError) as err:
+        actor.stage()
+    assert err.value.kind is Kind.SIGNATURE
