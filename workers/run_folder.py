@@ -59,6 +59,12 @@ class RunFolder:
         """A worker's own folder for files that can be fetched again."""
         return self.path / "scratch" / check_name(worker, "worker")
 
+    def made_scratch(self, worker: str) -> Path:
+        """The same folder, made if it is not there."""
+        folder = self.scratch(worker)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     @property
     def trainer_state(self) -> Path:
         """The trainer's serving state after its last step."""

@@ -72,9 +72,15 @@ def train(
         clock=around.clock,
         step=first_step - 1,
         regions=[
-            Region(name, run) for name, run in around.regions.items() if name != around.config.home
+            Region(name, run, around.config.region(name).streams)
+            for name, run in around.regions.items()
+            if name != around.config.home
         ],
-        settings=PublisherSettings(on_backlog=OnBacklog.WAIT, encode_threads=ENCODE_THREADS),
+        settings=PublisherSettings(
+            on_backlog=OnBacklog.WAIT,
+            encode_threads=ENCODE_THREADS,
+            spool_folder=str(around.folder.made_scratch(TRAINER)),
+        ),
         sink=around.sink,
         baseline=Held(read_whole(live.target), live.active),
     )
