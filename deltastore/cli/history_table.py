@@ -66,11 +66,11 @@ def _bars(
     elements = run.layout.elements
     changes = [core.nnz for core in deltas]
     sizes = [core.delta_bytes for core in deltas]
+    dense = f"{share_text(min(changes), elements)} to {share_text(max(changes), elements)}"
+    weights = f"{size_text(min(sizes))} to {size_text(max(sizes))}"
     lines = [
-        (f"density  {sparkline(changes, encoding=encoding)}  {share_text(min(changes), elements)}"
-        f" to {share_text(max(changes), elements)}"),
-        (f"size     {sparkline(sizes, encoding=encoding)}  {size_text(min(sizes))}"
-        f" to {size_text(max(sizes))}"),
+        f"density  {sparkline(changes, encoding=encoding)}  {dense}",
+        f"size     {sparkline(sizes, encoding=encoding)}  {weights}",
     ]
     totals = [stages[core.version].total_s for core in deltas if core.version in stages]
     if totals:

@@ -23,12 +23,13 @@ from deltastore.errors import InvalidInputError, Kind
 from deltastore.events import AnchorWritten, Event, RegionFailed
 from deltastore.format.signing import unsigned
 from deltastore.ids import check_name
-from deltastore.maintenance.anchors import AnchorPolicy, chain_facts, run_anchors
+from deltastore.maintenance.anchors import AnchorPolicy, chain_facts, write_anchor
 from deltastore.maintenance.composites import due_composites, lowest_version, run_composites
 from deltastore.maintenance.decisions import deletions
 from deltastore.maintenance.janitor import JanitorPolicy, run_janitor
 from deltastore.maintenance.retention import run_retention
 from deltastore.maintenance.retention_plan import RetentionPolicy
+from deltastore.maintenance.room import room_due
 from deltastore.maintenance.settings import MaintenanceSettings
 from deltastore.pipeline.replication import Replication
 from deltastore.pipeline.replicator import Region, RegionLimits
@@ -131,19 +132,22 @@ class _Round:
         self._events: list[Event] = []
 
     def anchors(self) -> Document:
-        """Make an anchor if one is due."""
+        """Make an anchor if one is due, for joiners or for retention."""
         up, run = self._upkeep, self._run
         facts = chain_facts(run, up.anchors, streams=up.streams, trusted=up.trusted)
         due = up.anchors.due(facts)
+        if due is None:
+            due = room_due(run, up.anchors, up.retention, streams=up.streams, trusted=up.trusted)
         if due is not None and up.mode is not Mode.PLAN:
-            run_anchors(
+            write_anchor(
                 run,
-                up.anchors,
+                due,
                 clock=self._clock,
                 settings=self._settings,
                 sink=self._events.append,
                 signer=up.signer,
                 trusted=up.trusted,
+                chain_bytes=facts.chain_bytes,
             )
         written = [e for e in self._events if isinstance(e, AnchorWritten)]
         return {

@@ -7,7 +7,7 @@ what later checks need: which versions are damaged, and from where the chain can
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
@@ -207,7 +207,9 @@ def _read_version(run: Run, version: int) -> VersionManifest | Finding:
             raise
         return finding_of(err, version=version, key=run.keys.version(version))
     except (FormatError, IntegrityError) as err:
-        return finding_of(err, version=version, key=run.keys.version(version))
+        # The damaged object is the manifest, whatever object it wrongly names.
+        key = run.keys.version(version)
+        return replace(finding_of(err, version=version, key=key), key=key, remedy=RESTORE)
 
 
 def _contradictions(run: Run, chain: Chain) -> Iterator[Finding]:

@@ -113,7 +113,10 @@ def plan_repair(
         for repair in _mend(run, report, source, finding):
             table = {RepairAction.COPY_MANIFEST: manifests, RepairAction.COPY: bodies}
             table.get(repair.action, shortcuts).setdefault(repair.key, repair)
-    plan = [*manifests.values(), *bodies.values(), *shortcuts.values()]
+    # What a damaged manifest says of bodies is not believed: they come with the whole one.
+    unsure = {step.version for step in manifests.values()}
+    others = (*bodies.values(), *shortcuts.values())
+    plan = [*manifests.values(), *(step for step in others if step.version not in unsure)]
     if source is not None and not _may_be_enough(source, plan):
         for first, last in report.lost:
             key = run.keys.anchor(last)

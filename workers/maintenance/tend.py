@@ -21,6 +21,7 @@ from deltastore.maintenance.decisions import deletions
 from deltastore.maintenance.janitor import JanitorPolicy, run_janitor
 from deltastore.maintenance.retention import run_retention
 from deltastore.maintenance.retention_plan import RetentionPolicy
+from deltastore.maintenance.room import make_room
 from deltastore.maintenance.settings import MaintenanceSettings
 
 if TYPE_CHECKING:
@@ -114,6 +115,17 @@ class Tender:
             signer=self._signer,
             trusted=self._trusted,
         )
+        if made is None:
+            made = make_room(
+                run,
+                self._anchors,
+                self._retention,
+                clock=self._at.clock,
+                settings=self._made,
+                sink=self._at.sink,
+                signer=self._signer,
+                trusted=self._trusted,
+            )
         if made is not None:
             _LOG.info("%s: anchor %d", name, made.core.target.version)
 
