@@ -6,6 +6,7 @@
 #   make test-slow  the slow ones
 #   make test-radosgw, test-ministack   the stores' suite on servers that are not in the environment
 #   make demo       the whole loop on this machine: LR=1e-6 STEPS=16 ENGINE=transformers
+#   make chaos      ten minutes of faults on real processes: MINUTES=10 SEED=1
 #   make bench-codec  (and so on) a table, and build/bench/codec.json
 #   make clean      removes what these made, .venv included; runs/ stays
 
@@ -14,6 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 LR ?= 3e-5
 STEPS ?= 16
+MINUTES ?= 10
+SEED ?= 1
 ENGINE ?= transformers
 DEMO_FLAGS ?=
 PYTEST_WORKERS ?= 2
@@ -23,7 +26,7 @@ ENV_STAMP := $(VENV)/.env-stamp
 WARM_STAMP := $(VENV)/.warm-stamp
 KERNELS := $(wildcard deltastore/format/kernels*.py)
 
-.PHONY: env lint test test-slow test-radosgw test-ministack demo clean
+.PHONY: env lint test test-slow test-radosgw test-ministack demo chaos clean
 .DELETE_ON_ERROR:
 
 env: $(WARM_STAMP)
@@ -63,6 +66,10 @@ test-radosgw test-ministack: test-%: env
 
 demo: env
 	$(BIN)/python -m workers.demo --lr $(LR) --steps $(STEPS) --engine $(ENGINE) $(DEMO_FLAGS)
+
+# The same seed injects the same faults; FOLDER=… keeps what it leaves.
+chaos: env
+	$(BIN)/python -m workers.chaos --minutes $(MINUTES) --seed $(SEED) $(if $(FOLDER),--folder $(FOLDER))
 
 bench-%: env
 	$(BIN)/python -m benchmarks.$*

@@ -19,22 +19,27 @@ from workers.weights import join
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from deltastore.pipeline.replay import JoinReport
-    from deltastore.repository.points import ActiveVersion
     from workers.actor.engine import Engine
     from workers.config import ActorConfig
     from workers.run_folder import FinalReport
+    from workers.weights import LiveWeights
     from workers.wiring import Surroundings
 
 _LOG = logging.getLogger(__name__)
 ENGINES = ("transformers",)
 
 
-def act(around: Surroundings, on_ready: Callable[[Actor], None]) -> FinalReport:
+def act(
+    around: Surroundings,
+    on_ready: Callable[[Actor], None],
+    *,
+    make_engine: Callable[[LiveWeights], Engine] | None = None,
+) -> FinalReport:
     """Run the actor that the surroundings' file describes until it is told to stop.
 
     Args:
         on_ready: given the actor before it runs, for whoever wants to stop it.
+        make_engine: an engine of the caller's own; None is the one that the file names.
     """
     settings = around.config.actor
     if settings is None:
@@ -42,7 +47,12 @@ def act(around: Surroundings, on_ready: Callable[[Actor], None]) -> FinalReport:
             "the file has no `actor` part", kind=Kind.SETTING, hint="see workers/config.py"
         )
     torch.set_num_threads(around.config.threads)
-    engine, active, report = _engine(around, settings)
+    live = _join(around, settings)
+    if make_engine is None:
+        engine: Engine = TransformersEngine(live.model, live.target)
+    else:
+        engine = make_engine(live)
+    active, report = live.active, live.report
     _LOG.info("at version %d (%s)", active.version, report.via)
     actor = Actor(
         around.regions[settings.region],
@@ -61,20 +71,17 @@ def act(around: Surroundings, on_ready: Callable[[Actor], None]) -> FinalReport:
     return actor.run()
 
 
-def _engine(
-    around: Surroundings, settings: ActorConfig
-) -> tuple[Engine, ActiveVersion, JoinReport]:
-    """The engine that the file names, with weights at a proved version."""
+def _join(around: Surroundings, settings: ActorConfig) -> LiveWeights:
+    """Weights at a proved version; an engine that there is not is refused before."""
     if settings.engine not in ENGINES:
         raise InvalidInputError(
             f"there is no engine {settings.engine!r}",
             kind=Kind.SETTING,
             hint=f"actor.engine is one of: {', '.join(ENGINES)}",
         )
-    live = join(
+    return join(
         around.regions[settings.region],
         checkpoint=around.checkpoint,
         scratch=around.folder.scratch(settings.actor_id),
         clock=around.clock,
     )
-    return TransformersEngine(live.model, live.target), live.active, live.report

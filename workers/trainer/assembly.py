@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from workers.config import TrainerConfig
     from workers.run_folder import FinalReport
+    from workers.trainer.dispatch import Batch
     from workers.trainer.tasks import Task
     from workers.weights import LiveWeights
     from workers.wiring import Surroundings
@@ -51,12 +52,14 @@ def train(
     stopping: threading.Event,
     *,
     make_task: Callable[[Path, int], Task] = Sums.from_folder,
+    on_batch: Callable[[Batch], None] = lambda batch: None,
 ) -> FinalReport | None:
     """Run the trainer that the surroundings' file describes; its report, None if it was stopped.
 
     Args:
         stopping: set by whoever wants it to stop early.
         make_task: makes prompts and rewards from a folder with the tokenizer and the run's seed.
+        on_batch: shown what each step is about to learn from.
     """
     settings = around.config.trainer
     if settings is None:
@@ -86,7 +89,7 @@ def train(
     )
     try:
         task = make_task(live.folder, around.config.seed)
-        trainer = _assemble(around, settings, live, publisher, task, first_step, stopping)
+        trainer = _assemble(around, settings, live, publisher, task, first_step, stopping, on_batch)
         try:
             final = trainer.run()
         except TrainerStopped:
@@ -127,6 +130,7 @@ def _assemble(
     task: Task,
     first_step: int,
     stopping: threading.Event,
+    on_batch: Callable[[Batch], None],
 ) -> Trainer:
     home = around.regions[around.config.home]
     head = publisher.head
@@ -175,6 +179,7 @@ def _assemble(
         settings,
         first_step=first_step,
         stopping=stopping,
+        on_batch=on_batch,
         clock=around.clock,
         sink=around.sink,
     )

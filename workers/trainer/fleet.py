@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from workers.trainer.rates import RateSnapshot
 
 _WORKING = (ActorState.ACTIVE, ActorState.JOINING)
+TRY_AGAIN_SPLITS = 40  # trying a slow actor costs 1 % then, a cured one idles no longer
 MAX_REMEMBERED = 2 * MAX_ACTORS  # paces of actors that are here or may come back
 AVERAGE_TTL_S = 3600.0  # an older average says nothing of today's machine
 
@@ -39,6 +40,8 @@ class Fleet:
         self._paces: dict[str, Pace] = {}
         """Of everybody seen so far; who was here last comes last."""
         self._away: set[str] = set()
+        self._left_out: dict[str, int] = {}
+        """For how many splits in a row each actor was eligible and dealt nothing."""
 
     def split(
         self,
@@ -59,11 +62,25 @@ class Fleet:
         dealt = deal(
             groups, actors, dealt_fraction=dealt_fraction, tokens_per_group=tokens_per_group
         )
+        dealt = self._tried_again(dealt)
         limits = pull_limits(groups, actors, dealt, tokens_per_group=tokens_per_group)
         known = any(pace.ema.tokens_per_s is not None for pace in paces.values())
         pulls = {a: Pull(left, limits.sharers_of(a)) for a, left in limits.left.items()}
         self._coordination.limit_pulls(pulls if known else {}, limits.for_s)
         return dealt
+
+    def _tried_again(self, dealt: Deal) -> Deal:
+        """The deal, with a group for each actor that was left out for `TRY_AGAIN_SPLITS` splits.
+
+        All who are left out are tried in the same step: the slowest of them is its cost.
+        """
+        left_out = {actor_id for actor_id, share in dealt.dealt.items() if not share}
+        self._left_out = {a: self._left_out.get(a, 0) + 1 for a in left_out}
+        if max(self._left_out.values(), default=0) < TRY_AGAIN_SPLITS:
+            return dealt
+        self._left_out = {}
+        tried = sorted(left_out)[: dealt.open_pool]
+        return Deal(dealt.dealt | dict.fromkeys(tried, 1), dealt.open_pool - len(tried))
 
     def eligible_count(self, *, head_version: int, hashes: Mapping[int, str]) -> int:
         """How many actors may work now."""

@@ -21,6 +21,7 @@ from workers.trainer.jobs import Policy
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
     from deltastore.clock import Clock
     from deltastore.coordination.backend import Coordination
@@ -54,6 +55,7 @@ class Trainer:
         publisher: open, its source the model.
         first_step: the first step that is not in the published weights yet.
         stopping: set by whoever wants it to stop early; it stops at the next safe moment.
+        on_batch: shown what each step is about to learn from.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Trainer:
         *,
         first_step: int,
         stopping: threading.Event,
+        on_batch: Callable[[Batch], None],
         clock: Clock,
         sink: EventSink,
     ) -> None:
@@ -85,6 +88,7 @@ class Trainer:
         self._steady = steady
         self._settings = settings
         self._next_step = first_step
+        self._on_batch = on_batch
         self._clock = clock
         self._sink = sink
         self._pending: Publication | None = None
@@ -115,6 +119,7 @@ class Trainer:
         return self._publisher.head
 
     def _learn(self, batch: Batch) -> None:
+        self._on_batch(batch)
         started_s = self._clock.monotonic_s()
         report = backward(
             self._model,

@@ -1,0 +1,98 @@
+"""Faults that a seed chose, on real processes and servers: nothing comes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deltastore.clock import SystemClock
+from deltastore.storage.memory import MemoryStore
+from deltastore.storage.store import PutMode
+from workers.chaos.engine import STOP, scripted_sample
+from workers.chaos.orders import OrderBook, Orders, SpoilingStore, SteppedClock
+from workers.chaos.play import play
+from workers.chaos.schedule import ON_ACTORS, Fault, plan
+from workers.sampling import Sampling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _servers(s3_server: object, redis_server: object) -> None:
+    """Skip, or fail in CI, where the servers are not installed."""
+
+
+def test_a_run_survives_every_fault(tmp_path: Path) -> None:
+    """One fault of each kind: all recovered from, no result twice or of wrong weights, same bits.
+
+    `play` proves provenance, the weights of the same learning undisturbed, both regions' buckets
+    and the janitor's work, and raises what does not hold.
+    """
+    faults: list[str] = []
+    outcome = play(
+        tmp_path, seed=5, duration_s=25.0, every_s=2.5, actors=3, clock=SystemClock(),
+        say=faults.append,
+    )  # fmt: skip
+    assert {row.fault for row in outcome.rows} == set(Fault)
+    assert all(row.survived == row.injected for row in outcome.rows)
+    assert outcome.restarts >= 1
+    assert outcome.steps >= 10
+    assert outcome.results >= outcome.steps
+
+
+def test_a_seed_is_a_schedule() -> None:
+    """The same seed gives the same faults; each kind comes once a round, on its own targets."""
+    actors, regions = ["a", "b", "c"], ["r", "s"]
+    schedule = plan(7, 100.0, 5.0, actors, regions)
+    assert schedule == plan(7, 100.0, 5.0, actors, regions)
+    assert schedule != plan(8, 100.0, 5.0, actors, regions)
+    assert Counter(one.fault for one in schedule) == dict.fromkeys(Fault, 2)
+    for one in schedule:
+        wanted = actors if one.fault in ON_ACTORS else [*regions, ""]
+        assert one.target in wanted
+    gaps = [b.at_s - a.at_s for a, b in pairwise(schedule)]
+    assert gaps == [5.0] * 19
+
+
+def test_orders_are_done_as_often_as_given(tmp_path: Path) -> None:
+    """Damage is counted, new orders begin anew, and the clock is off as ordered."""
+    path = tmp_path / "a.json"
+    store, book = MemoryStore(), OrderBook(path)
+    spoiling, clock = SpoilingStore(store, book), SteppedClock(book)
+    body = bytes(range(64))
+
+    def stored(key: str) -> bytes:
+        spoiling.put(key, body, mode=PutMode.CREATE)
+        return store.get(key)
+
+    assert stored("r/rollouts/0") == body
+    Orders(number=1, flip_results=1, cut_results=1, clock_step_s=3600.0).write(path)
+    assert stored("r/versions/1") == body
+    assert sum(x != y for x, y in zip(stored("r/rollouts/1"), body, strict=True)) == 1
+    assert stored("r/rollouts/2") == body[:32]
+    assert stored("r/rollouts/3") == body
+    assert clock.utc_s() - SystemClock().utc_s() == pytest.approx(3600.0, abs=5.0)
+    Orders(number=2, flip_reads=1).write(path)
+    store.put("r/deltas/1", body, mode=PutMode.CREATE)
+    assert spoiling.get("r/rollouts/3") == body
+    assert spoiling.get("r/deltas/1") != body
+    assert spoiling.get("r/deltas/1") == body
+
+
+def test_tokens_betray_their_weights() -> None:
+    """A sample follows from fingerprint, seed and number; any other gives another."""
+    sampling = Sampling(4, 16, STOP, seed=3)
+    rows = [scripted_sample("00ff", sampling, sample, 128) for sample in range(4)]
+    assert rows == [scripted_sample("00ff", sampling, sample, 128) for sample in range(4)]
+    assert len({tuple(row) for row in rows}) == 4
+    assert rows[0] != scripted_sample("00fe", sampling, 0, 128)
+    assert rows[0] != scripted_sample("00ff", Sampling(4, 16, STOP, seed=4), 0, 128)
+    for row in rows:
+        assert 1 <= len(row) <= 16
+        assert all(token < 128 for token in row)
+        assert STOP not in row[:-1]
+        assert (row[-1] == STOP) == (len(row) < 16)

@@ -1,0 +1,50 @@
+"""`python -m workers.chaos.actor FILE`: a real actor, a scripted engine, a failing machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deltastore.errors import InvalidInputError, Kind
+from workers.chaos.orders import OrderBook, SpoilingStore, SteppedClock
+from workers.wiring import open_surroundings, run_worker
+
+if TYPE_CHECKING:
+    from workers.actor.loop import Actor
+    from workers.config import WorkerConfig
+
+
+def _work(config: WorkerConfig) -> None:
+    settings = config.actor
+    if settings is None:
+        raise InvalidInputError("the file has no `actor` part", kind=Kind.SETTING)
+    with open_surroundings(config, settings.actor_id) as around:
+        from workers.actor.assembly import act
+        from workers.chaos.engine import ScriptedEngine
+
+        book = OrderBook(around.folder.path / "orders" / f"{settings.actor_id}.json")
+        regions = {
+            name: replace(run, store=SpoilingStore(run.store, book))
+            for name, run in around.regions.items()
+        }
+        failing = replace(around, regions=regions, clock=SteppedClock(book))
+        act(
+            failing,
+            _stop_on_sigterm,
+            make_engine=lambda live: ScriptedEngine(
+                live.target,
+                book,
+                vocabulary=int(live.model.config.vocab_size),
+                clock=around.clock,
+            ),
+        )
+
+
+def _stop_on_sigterm(actor: Actor) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: actor.request_stop())
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(_work, sys.argv[1:]))
