@@ -2,25 +2,28 @@
 
 `<out>/0000000042` is a whole checkpoint: written beside, then renamed. `<out>/latest` is a symbolic
 link that is replaced in one step, so who opens it gets one version or the next, never a mixture. A
-crash leaves a hidden folder that nothing reads, or a whole one that `latest` does not name yet.
-Older folders are removed, never the one that `latest` names. Memory: none of its own.
+crash leaves a hidden folder that nothing reads and that the next writer removes, or a whole one
+that `latest` does not name yet. Older folders are removed, never the one that `latest` names. One writer
+at a time: it holds a lock on `<out>/.lock` that ends with its process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltastore.adapters.safetensors_write import write_checkpoint
-from deltastore.errors import ConflictError, InvalidInputError, Kind
+from deltastore.errors import ConflictError, InvalidInputError, Kind, LeaseError
 from deltastore.ids import new_token
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from deltastore.format.checkpoint_file import CheckpointHeader
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
 
 LINK = "latest"
 RECORD = "deltastore.json"
+LOCK = ".lock"
 _FOLDER = re.compile(r"\d{10}")
+_LEFT_OVER = re.compile(r"\.(\d{10}|latest)\.[0-9a-f]{32}(\.partial|\.old)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,30 @@ class VersionFolders:
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise InvalidInputError(f"cannot keep {self.keep} versions", kind=Kind.SETTING)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the one writer for the block, and remove what a killed one left.
+
+        Makes the folder. Raises LeaseError(lease_held) when another process writes there.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / LOCK).open("a") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as err:
+                raise LeaseError(
+                    f"another process keeps {self.out}",
+                    kind=Kind.LEASE_HELD,
+                    hint="stop it, or name another folder",
+                ) from err
+            for path in self.out.iterdir():
+                if _LEFT_OVER.fullmatch(path.name):
+                    if path.is_symlink():
+                        path.unlink()
+                    else:
+                        shutil.rmtree(path)
+            yield
 
     def latest(self) -> tuple[Path, FolderRecord] | None:
         """The folder that `latest` names and its record; None before the first version.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,8 +68,14 @@ class Following:
 def follow_run(run_url: str, connection: Connection, following: Following, output: Output) -> None:
     """Follow a run until interrupted, or once."""
     clock, never = SystemClock(), threading.Event()
-    with connection.run(run_url, streams=following.streams) as run:
-        folder = _Folder(run, following, clock)
+    with ExitStack() as stack:
+        run = stack.enter_context(connection.run(run_url, streams=following.streams))
+        folders = None
+        if following.out is not None:
+            folders = VersionFolders(following.out, run.record.run_id, following.keep)
+            with typed_errors(following.out):
+                stack.enter_context(folders.writing())
+        folder = _Folder(run, following, folders, clock)
         known = folder.known
         while True:
             try:
@@ -89,18 +96,18 @@ def follow_run(run_url: str, connection: Connection, following: Following, outpu
 class _Folder:
     """What is on disk and in memory of the run."""
 
-    def __init__(self, run: Run, following: Following, clock: Clock) -> None:
+    def __init__(
+        self, run: Run, following: Following, folders: VersionFolders | None, clock: Clock
+    ) -> None:
         self._run = run
         self._following = following
         self._clock = clock
-        self._folders: VersionFolders | None = None
+        self._folders = folders
         self._held: Held | None = None
         self._parts: CheckpointParts | None = None
         self.known = -1
-        if following.out is not None:
-            self._folders = VersionFolders(following.out, run.record.run_id, following.keep)
-            with typed_errors(following.out):
-                following.out.mkdir(parents=True, exist_ok=True)
+        if folders is not None:
+            with typed_errors(folders.out):
                 self._held = self._load()
             self.known = -1 if self._held is None else self._held.point.version
 

@@ -190,7 +190,7 @@ def test_follow_into_a_folder(cli: Cli, old: Path, new: Path, newer: Path, tmp_p
     assert document["via"] == "held v1 + 1 deltas"
     again = cli.json("follow", url, "--out", out, "--once")
     assert (again["version"], again["new"], again["read_bytes"]) == (2, False, 0)
-    assert sorted(p.name for p in out.iterdir()) == [f"{1:010d}", f"{2:010d}", "latest"]
+    assert sorted(p.name for p in out.iterdir()) == [".lock", f"{1:010d}", f"{2:010d}", "latest"]
 
 
 def test_follow_distrusts_what_is_on_disk(
