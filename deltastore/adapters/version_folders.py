@@ -3,8 +3,8 @@
 `<out>/0000000042` is a whole checkpoint: written beside, then renamed. `<out>/latest` is a symbolic
 link that is replaced in one step, so who opens it gets one version or the next, never a mixture. A
 crash leaves a hidden folder that nothing reads and that the next writer removes, or a whole one
-that `latest` does not name yet. Older folders are removed, never the one that `latest` names. One writer
-at a time: it holds a lock on `<out>/.lock` that ends with its process.
+that `latest` does not name yet. Older folders are removed, never the one that `latest` names. There
+is one writer at a time: it holds a lock on `<out>/.lock` that ends with its process.
 """
 
 from __future__ import annotations

@@ -100,6 +100,12 @@ def init(
     home: Annotated[
         str, typer.Option("--home", help="Name of the region this bucket is.")
     ] = "home",
+    relay: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--relay", metavar="NAME=RUN_URL", help="Another region that shall hold the run too."
+        ),
+    ] = None,
     endpoint_url: EndpointUrl = None,
     region: Region = None,
     profile: Profile = None,
@@ -112,7 +118,15 @@ def init(
     from deltastore.cli.runs import init_run
 
     connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
-    init_run(run_url, connection, checkpoint, step=step, home_name=home, output=Output(as_json))
+    init_run(
+        run_url,
+        connection,
+        checkpoint,
+        step=step,
+        home_name=home,
+        relays=relay or (),
+        output=Output(as_json),
+    )
 
 
 @app.command()

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from deltastore.clock import SystemClock
 from deltastore.errors import InvalidInputError, Kind
+from deltastore.ids import check_name
 from deltastore.repository.run import Run, open_run
 from deltastore.storage.url import open_store, split_run_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from deltastore.storage.store import ObjectStore
 
@@ -78,6 +79,22 @@ class Connection:
         """The run at `run_url`, opened; NotFoundError(run_missing) when there is none."""
         with self.store(run_url, streams=streams) as (store, name):
             yield open_run(store, name)
+
+
+def split_relays(relays: Sequence[str]) -> dict[str, str]:
+    """Names and run URLs of the regions that `--relay NAME=RUN_URL` names, each once."""
+    found: dict[str, str] = {}
+    for relay in relays:
+        _refuse_password_in(relay)
+        name, separator, url = relay.partition("=")
+        if not separator or name in found:
+            raise InvalidInputError(
+                f"{relay!r} is not a relay of its own",
+                kind=Kind.SETTING,
+                hint="--relay NAME=RUN_URL, each name once",
+            )
+        found[check_name(name, "region")] = url
+    return found
 
 
 def _variable(name: str | None) -> str | None:

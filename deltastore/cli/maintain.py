@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from deltastore.cli.connection import split_relays
 from deltastore.cli.exits import ExitCode
 from deltastore.cli.history import run_document
 from deltastore.cli.maintain_table import Document, outcome_table
@@ -22,7 +23,6 @@ from deltastore.clock import SystemClock
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.events import AnchorWritten, Event, RegionFailed
 from deltastore.format.signing import unsigned
-from deltastore.ids import check_name
 from deltastore.maintenance.anchors import AnchorPolicy, chain_facts, write_anchor
 from deltastore.maintenance.composites import due_composites, lowest_version, run_composites
 from deltastore.maintenance.decisions import deletions
@@ -256,15 +256,7 @@ def _open_relays(
     stack: ExitStack, connection: Connection, run: Run, upkeep: Upkeep
 ) -> dict[str, Run]:
     regions: dict[str, Run] = {}
-    for relay in upkeep.relays:
-        name, separator, url = relay.partition("=")
-        if not separator or name in regions:
-            raise InvalidInputError(
-                f"{relay!r} is not a relay of its own",
-                kind=Kind.SETTING,
-                hint="--relay NAME=URL, each name once",
-            )
-        check_name(name, "region")
+    for name, url in split_relays(upkeep.relays).items():
         regions[name] = stack.enter_context(connection.run(url, streams=upkeep.streams))
         if regions[name].record != run.record:
             raise InvalidInputError(

@@ -6,6 +6,7 @@ a trainer that still publishes to it stops with a lease error instead of forking
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from deltastore.adapters.safetensors_dir import (
@@ -14,11 +15,13 @@ from deltastore.adapters.safetensors_dir import (
     load_state,
     scan_checkpoint,
 )
+from deltastore.cli.connection import split_relays
 from deltastore.cli.history import run_document, version_document
 from deltastore.cli.output import Output, share_text, size_text
 from deltastore.cli.progress import progress
 from deltastore.clock import SystemClock
 from deltastore.config import PublisherSettings
+from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.coverage import match_entries
 from deltastore.format.mixing import fingerprint_state
 from deltastore.format.signing import unsigned
@@ -28,6 +31,7 @@ from deltastore.repository.fetch import load_manifest
 from deltastore.repository.run import CheckpointFile, create_run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from deltastore.cli.connection import Connection
@@ -42,13 +46,25 @@ def init_run(
     step: int,
     home_name: str,
     output: Output,
+    relays: Sequence[str] = (),
 ) -> None:
-    """Make a run whose version 0 is the checkpoint in `folder`."""
+    """Make a run whose version 0 is the checkpoint in `folder`, in every region."""
     check_name(home_name, "region")
+    relay_urls = split_relays(relays)
     checkpoint = scan_checkpoint(folder)
     layout = checkpoint_layout(checkpoint)
-    with connection.store(run_url) as (store, name):
+    with ExitStack() as stack:
+        store, name = stack.enter_context(connection.store(run_url))
         check_name(name, "run name")
+        regions = {}
+        for region, url in relay_urls.items():
+            regions[region], its_name = stack.enter_context(connection.store(url))
+            if its_name != name or region == home_name:
+                raise InvalidInputError(
+                    f"relay {region} at {url} is no other region of the run {name!r}",
+                    kind=Kind.URL,
+                    hint="every region holds the run under the same name",
+                )
         with progress("fingerprint"):
             fingerprint = fingerprint_state(load_state(checkpoint, layout))
         with progress(f"upload {name}"):
@@ -59,6 +75,7 @@ def init_run(
                 files=[CheckpointFile(file.name, file.path) for file in checkpoint.files],
                 fingerprint=fingerprint,
                 clock=SystemClock(),
+                regions=regions,
                 home_name=home_name,
                 step=step,
             )

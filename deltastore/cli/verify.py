@@ -19,7 +19,15 @@ from deltastore.cli.verify_table import report_table
 from deltastore.clock import SystemClock
 from deltastore.format.signing import unsigned
 from deltastore.maintenance.fsck import check_run
-from deltastore.maintenance.repair import Repaired, execute_repair, plan_repair
+from deltastore.maintenance.repair import (
+    Repair,
+    RepairAction,
+    Repaired,
+    execute_repair,
+    plan_repair,
+)
+from deltastore.maintenance.repair_record import restore_opening
+from deltastore.repository.run import open_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
     from deltastore.format.signing import Signer, TrustedKeys
     from deltastore.maintenance.findings import Report
     from deltastore.repository.run import Run
+    from deltastore.storage.store import ObjectStore
 
 PLANNED = "not done: --repair does it"
 
@@ -53,19 +62,23 @@ class Verifying:
 def verify_run(run_url: str, connection: Connection, verifying: Verifying, output: Output) -> None:
     """Check a run and print what was found; exits with 6 when a finding is an error."""
     with ExitStack() as stack:
-        run = stack.enter_context(connection.run(run_url, streams=verifying.streams))
-        source = None
+        place = connection.store(run_url, streams=verifying.streams)
+        store, name = stack.enter_context(place)
+        source, opened = None, list[Repaired]()
         if verifying.source is not None:
             url, other = verifying.source
             source = stack.enter_context(other.run(url, streams=verifying.streams))
+            if verifying.repair:
+                opened = _make_openable(store, name, source)
+        run = open_run(store, name)
         report = _check(run, verifying)
-        repairs: Sequence[Repaired] = ()
+        repairs = opened
         if not report.ok:
             plan = plan_repair(run, report, source, trusted=verifying.trusted)
-            repairs = [Repaired(step, False, PLANNED) for step in plan]
+            repairs = opened + [Repaired(step, False, PLANNED) for step in plan]
             if verifying.repair and plan:
                 with progress(f"repair {run.name}"):
-                    repairs = execute_repair(
+                    repairs = opened + execute_repair(
                         run,
                         plan,
                         source,
@@ -119,6 +132,15 @@ def report_document(report: Report, repairs: Sequence[Repaired]) -> Document:
             for one in repairs
         ],
     }
+
+
+def _make_openable(store: ObjectStore, name: str, source: Run) -> list[Repaired]:
+    """Restore run.json and the layout, without which nothing can be checked."""
+    reason = "the run cannot be opened without it"
+    return [
+        Repaired(Repair(RepairAction.COPY, key, 0, reason), True, f"copied from {source.store.url}")
+        for key in restore_opening(store, name, source)
+    ]
 
 
 def _check(run: Run, verifying: Verifying) -> Report:

@@ -127,9 +127,8 @@ def copy_run(cli: Cli, name: str, *, without: str = "\0") -> str:
 
 def test_replicate_to_a_relay(cli: Cli, old: Path, new: Path, newer: Path) -> None:
     """A relay that missed versions is brought up to home, and is whole."""
-    url = cli.url("r1")
-    cli.json("init", url, "--checkpoint", old)
-    relay = copy_run(cli, "west")
+    url, relay = cli.url("r1"), f"{cli.root_url}/west/r1"
+    cli.json("init", url, "--checkpoint", old, "--relay", f"west={relay}")
     cli.json("publish", url, new, "--step", "1")
     cli.json("publish", url, newer, "--step", "2")
     behind = cli.json(
@@ -156,6 +155,22 @@ def test_repair_from_another_region(cli: Cli, old: Path, new: Path, newer: Path)
     assert "copied" in plain.stdout
     assert plain.stdout.splitlines()[-1].startswith("whole: HEAD 2")
     assert cli.json("verify", url, "--deep")["replayed"] == 3
+
+
+def test_repair_of_what_cannot_be_opened(files: Cli, old: Path, new: Path, newer: Path) -> None:
+    """A run without its run.json and layout is given both back, and then checked."""
+    url = publish_three(files, old, new, newer)
+    other = copy_run(files, "west")
+    store = files.store()
+    store.delete([*keys_of(files, "/run.json"), *keys_of(files, "/layout/")])
+    store.close()
+    files.error(3, "run_missing", "verify", url, "--from", other)
+    document = files.json("verify", url, "--deep", "--from", other, "--repair")
+    assert [(one["key"], one["done"]) for one in document["repairs"]] == [
+        ("r1/run.json", True),
+        (keys_of(files, "/layout/")[0], True),
+    ]
+    assert document["replayed"] == 3
 
 
 def test_repair_from_another_run_is_refused(

@@ -12,6 +12,7 @@ from deltastore.maintenance.anchors import write_anchor
 from deltastore.maintenance.composites import run_composites
 from deltastore.maintenance.fsck import check_run
 from deltastore.maintenance.repair import Repaired, execute_repair, plan_repair
+from deltastore.maintenance.repair_record import damaged_opening, restore_opening
 from deltastore.repository.rebuild import replay
 from deltastore.repository.run import Run, open_run
 from deltastore.storage.memory import MemoryStore
@@ -241,6 +242,32 @@ def test_without_another_region_lost_bytes_stay_lost(chain: Chain) -> None:
     done, report = mend(chain.run, None)
     assert done == []
     assert report.lost == ((9, HEAD),)
+
+
+@pytest.mark.parametrize("damage", [flip, drop, shorten])
+@pytest.mark.parametrize("what", ["run.json", "layout"])
+def test_a_run_that_cannot_be_opened(
+    chain: Chain, damage: Callable[[Run, str], None], what: str
+) -> None:
+    """A damaged run.json or layout is copied from another region of the same run."""
+    before, source = objects(chain.run), region_of(chain)
+    keys = chain.run.keys
+    key = keys.run_json if what == "run.json" else keys.layout(chain.layout.digest)
+    damage(chain.run, key)
+    assert damaged_opening(chain.run.store, NAME, source) == [key]
+    assert restore_opening(chain.run.store, NAME, source) == [key]
+    assert restore_opening(chain.run.store, NAME, source) == []
+    assert objects(chain.run) == before
+
+
+def test_a_bucket_is_not_made_into_another_run(chain: Chain, tmp_path: Path) -> None:
+    """A bucket whose versions are of another run, or that has none, is given no run.json."""
+    stranger = Chain(tmp_path / "stranger")
+    drop(chain.run, chain.run.keys.run_json)
+    for store in (chain.run.store, MemoryStore()):
+        with pytest.raises(IntegrityError, match="nothing in this bucket says"):
+            restore_opening(store, NAME, stranger.run)
+        assert "r1/run.json" not in {info.key for info in store.list("")}
 
 
 def test_a_repair_can_be_repeated(chain: Chain) -> None:
