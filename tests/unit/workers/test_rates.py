@@ -24,7 +24,7 @@ from workers.actor.rollout import HeldLease
 from workers.config import ActorConfig
 from workers.payload import JobPayload
 from workers.sampling import Sampling
-from workers.trainer.fleet import Fleet
+from workers.trainer.fleet import TRY_AGAIN_SPLITS, Fleet
 from workers.trainer.rates import FORMAT, MAX_AGE_S, RateSnapshot
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ class Yard:
             self.clock.advance_s(100 / tokens_per_s)
             self.coordination.settle(claim_of(lease, actor_id))
 
-    def split(self, groups: int = 40) -> Deal:
-        """Deal all of a batch."""
+    def split(self, groups: int = 40, dealt_fraction: float = 1.0) -> Deal:
+        """Deal a batch."""
         return self.fleet.split(
             groups,
             head_version=1,
             hashes={1: hash_of(1)},
-            dealt_fraction=1.0,
+            dealt_fraction=dealt_fraction,
             tokens_per_group=100.0,
         )
 
@@ -148,6 +148,19 @@ def test_who_was_away_earns_its_share_back(yard: Yard) -> None:
     yard.work("fast", 30.0, leases=1)
     yard.beat("fast", "slow")
     assert yard.split().dealt["fast"] == pytest.approx(back["fast"], abs=2)
+
+
+def test_who_was_left_out_is_tried_again(yard: Yard) -> None:
+    """An actor too slow for a single group gets one every 40 splits, and its share once cured."""
+    yard.work("slow", 1.0, leases=1)
+    yard.beat("fast", "slow")
+    dealt = [yard.split(10, 0.5) for _ in range(TRY_AGAIN_SPLITS + 1)]
+    tries = [i for i, deal in enumerate(dealt) if deal.dealt["slow"]]
+    assert tries == [TRY_AGAIN_SPLITS - 1]
+    assert all(sum(deal.dealt.values()) + deal.open_pool == 10 for deal in dealt)
+    yard.work("slow", 30.0, leases=1)
+    yard.beat("fast", "slow")
+    assert yard.split(10, 1.0).dealt == {"fast": 5, "slow": 5}
 
 
 @pytest.mark.parametrize(
