@@ -95,6 +95,13 @@ def scan_checkpoint(folder: Path) -> Checkpoint:
     Raises InvalidInputError(checkpoint) naming the file and the way out: no such folder, no
     safetensors in it, an index that names an absent file or tensor, a damaged or truncated file.
     """
+    try:
+        return _scan(folder)
+    except OSError as err:
+        raise unreadable_file(folder, err) from err
+
+
+def _scan(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         refuse_checkpoint(f"there is no checkpoint folder {str(folder)!r}", "check the path")
     weight_map = _read_index(folder)
@@ -139,6 +146,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 def _open_shard(folder: Path, name: str) -> Shard:
     path = folder / name
+    _refuse_special(path)
     try:
         with path.open("rb") as handle:
             size = handle.seek(0, 2)
@@ -250,6 +258,7 @@ def _reason_to_leave(path: Path) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object of the checkpoint; {} when there is no such file."""
+    _refuse_special(path)
     try:
         with path.open("rb") as handle:
             text = handle.read(MAX_JSON_BYTES + 1)
@@ -265,6 +274,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         refuse_checkpoint(f"{path} is not a JSON object", "save the checkpoint again")
     return document
+
+
+def _refuse_special(path: Path) -> None:
+    """Opening a pipe that nobody writes to would wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        refuse_checkpoint(f"{path} is a pipe or a device", "a checkpoint consists of plain files")
 
 
 def refuse_checkpoint(message: str, hint: str) -> NoReturn:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deltastore.format.checkpoint_file import CheckpointHeader
     from deltastore.format.layout import BitState
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 
 

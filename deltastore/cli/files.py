@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
 def refuse_existing(out: Path) -> None:
     """Raise unless `out` can be created: before the work, not after it."""
-    if out.is_symlink() or out.exists():
-        raise _exists(out)
     parent = out.absolute().parent
-    if not parent.is_dir():
+    with typed_errors(out):
+        taken, has_parent = out.is_symlink() or out.exists(), parent.is_dir()
+    if taken:
+        raise _exists(out)
+    if not has_parent:
         raise NotFoundError(
             f"folder {str(parent)!r} does not exist",
             kind=Kind.FILE_MISSING,
@@ -75,7 +77,13 @@ def typed_errors(path: Path) -> Iterator[None]:
             f"{str(path)!r} is a folder, not a file", kind=Kind.PAYLOAD, hint="name a file"
         ) from err
     except OSError as err:
-        full = err.errno in {errno.ENOSPC, errno.EDQUOT}
+        if err.errno in {errno.ENAMETOOLONG, errno.EILSEQ}:
+            raise InvalidInputError(
+                f"{str(path)!r}: {err.strerror}",
+                kind=Kind.NAME,
+                hint="choose a shorter, plainer name",
+            ) from err
+        full = err.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
         raise StorageError(
             f"{str(path)!r}: {err.strerror or err}",
             kind=Kind.DISK_FULL if full else Kind.UNAVAILABLE,

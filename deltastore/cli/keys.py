@@ -32,9 +32,9 @@ def make_keys(out: Path, roles: Sequence[str], output: Output) -> None:
             hint=f"--role {' or --role '.join(sorted(known))}",
         )
     may_sign = [MaySign(name) for name in roles]
+    refuse_existing(out)  # first: a folder such as '.' has no name to add to
     public_path = out.with_name(out.name + ".pub")
-    for path in (out, public_path):
-        refuse_existing(path)
+    refuse_existing(public_path)
     key = SigningKey.generate()
     with typed_errors(out):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

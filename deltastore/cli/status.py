@@ -47,7 +47,12 @@ class RedisAccess:
 
     def full_url(self) -> str:
         """The URL that the client takes; never to be printed."""
-        parts = urlsplit(self.url)
+        try:
+            parts = urlsplit(self.url)
+        except ValueError as err:
+            raise InvalidInputError(
+                f"this is not a Redis URL: {err}", kind=Kind.URL, hint="use redis://HOST:PORT/DB"
+            ) from err
         if "@" in parts.netloc:
             raise InvalidInputError(
                 "the Redis URL has a user or password in it",

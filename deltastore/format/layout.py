@@ -207,12 +207,17 @@ def _check_entry(entry: TensorEntry) -> None:
     for name in (entry.name, *entry.aliases):
         size = len(name.encode("utf-8", "surrogatepass"))
         if not 0 < size <= MAX_TENSOR_NAME_BYTES or not name.isprintable():
-            raise InvalidInputError(f"tensor name {name[:80]!r} is not allowed", kind=Kind.NAME)
-    if len(entry.shape) > MAX_RANK or any(n < 0 for n in entry.shape):
+            raise InvalidInputError(
+                f"tensor name {name[:80]!r} is not allowed",
+                kind=Kind.NAME,
+                hint=f"use 1 to {MAX_TENSOR_NAME_BYTES} bytes of printable characters",
+            )
+    # Of an empty tensor the product says nothing: each dimension is bounded by itself.
+    if len(entry.shape) > MAX_RANK or not all(0 <= n <= MAX_ELEMENTS for n in entry.shape):
         raise InvalidInputError(
-            f"tensor {entry.name!r} has shape {entry.shape}",
+            f"tensor {entry.name[:80]!r} has shape {str(entry.shape)[:80]}",
             kind=Kind.TENSOR_SHAPE,
-            hint=f"at most {MAX_RANK} dimensions, none negative",
+            hint=f"at most {MAX_RANK} dimensions, each from 0 to {MAX_ELEMENTS}",
         )
 
 

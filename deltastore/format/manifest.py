@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from deltastore.errors import FormatError, InvalidInputError, Kind
-from deltastore.format.canonical import canonical_json, parse_canonical_json
+from deltastore.format.canonical import MAX_JSON_INTEGER, canonical_json, parse_canonical_json
 from deltastore.format.fields import (
     CORE_PREFIX,
     MAX_MANIFEST_BYTES,
@@ -122,6 +122,9 @@ class VersionCore:
             _refuse("nnz is not the sum over the segments")
         if not 0 <= self.step_first <= self.step_last or self.generation < 1:
             _refuse(f"steps {self.step_first}..{self.step_last}, generation {self.generation}")
+        for name in ("step_last", "generation", "nnz", "created_ms"):
+            if not 0 <= getattr(self, name) <= MAX_JSON_INTEGER:  # committed, nobody could read it
+                _refuse(f"{name} {getattr(self, name)} is not a count of at most 53 bits")
 
     def canonical_bytes(self) -> bytes:
         """The one text of this core."""

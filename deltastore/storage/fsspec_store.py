@@ -60,6 +60,18 @@ class FsspecStore:
                 kind=Kind.URL,
                 hint="use s3://bucket/prefix or file:///folder",
             ) from err
+        except OSError as err:
+            raise StorageError(
+                f"{url!r} cannot be opened: {err}",
+                kind=Kind.UNAVAILABLE,
+                hint="check the host and the path",
+            ) from err
+        except Exception as err:  # a constructor that needs options raises what it likes
+            raise InvalidInputError(
+                f"{url!r} alone opens no file system: {type(err).__name__}: {err}",
+                kind=Kind.URL,
+                hint="use s3://bucket/prefix or file:///folder",
+            ) from err
 
     @property
     def url(self) -> str:

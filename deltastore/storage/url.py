@@ -130,4 +130,9 @@ def _folder(url: str, parts: SplitResult) -> Path:
             kind=Kind.URL,
             hint="three slashes and an absolute path, e.g. file://$PWD/runs",
         )
-    return Path(unquote(parts.path))
+    path = unquote(parts.path)
+    if "\0" in path:
+        raise InvalidInputError(
+            f"{url!r} has a null byte in it", kind=Kind.URL, hint="no folder has such a name"
+        )
+    return Path(path)

@@ -225,3 +225,19 @@ def test_json_error_is_the_only_document(files: Cli) -> None:
     result = files.run("log", files.url("absent"), "--json")
     assert list(json.loads(result.stdout)) == ["error"]
     assert result.stderr.count("\n") == 1
+
+
+def test_a_step_that_no_reader_takes_commits_nothing(files: Cli, old: Path, new: Path) -> None:
+    """A step beyond 53 bits is refused: committed, it would lock everybody out of the run."""
+    url = files.url("r1")
+    files.json("init", url, "--checkpoint", old)
+    files.error(2, "field", "publish", url, new, "--step", str(1 << 53))
+    assert files.json("log", url)["head"] == 0
+    assert files.json("publish", url, new, "--step", str((1 << 53) - 1))["version"]["version"] == 1
+    assert files.json("verify", url, "--deep")["ok"]
+
+
+def test_keys_are_not_written_over_a_folder(files: Cli) -> None:
+    """A folder as the file of a key is in the way, also one without a name of its own."""
+    for folder in (".", "/"):
+        files.error(4, "output_exists", "keygen", folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -297,3 +298,17 @@ class TestRefusals:
         with pytest.raises(InvalidInputError) as caught:
             load_state(other, layout)
         assert caught.value.kind is Kind.TENSOR_DTYPE
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_pipe_in_a_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
+    """A pipe that nobody writes to is named at once instead of waited for."""
+    folder = write_small(tmp_path / "c", {"a": [1, 2]})
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert name in refusal(folder).message
+
+
+def test_a_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    """What the system says about the folder itself is a refusal, too."""
+    assert "cannot be read" in refusal(tmp_path / ("x" * 300)).message

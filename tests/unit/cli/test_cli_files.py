@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deltastore.cli.files import new_file, refuse_existing, typed_errors
-from deltastore.errors import ConflictError, DeltastoreError, IntegrityError, Kind, NotFoundError
+from deltastore.errors import (
+    ConflictError,
+    DeltastoreError,
+    IntegrityError,
+    InvalidInputError,
+    Kind,
+    NotFoundError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,3 +91,22 @@ def test_system_errors_are_typed(number: int, kind: Kind, tmp_path: Path) -> Non
     assert caught.value.kind is kind
     assert str(tmp_path / "x") in caught.value.message
     assert caught.value.hint
+
+
+def test_a_name_too_long_is_bad_input(tmp_path: Path) -> None:
+    """A name that no file can have is refused before the work, as input that can never work."""
+    with pytest.raises(InvalidInputError) as caught:
+        refuse_existing(tmp_path / ("x" * 300))
+    assert caught.value.kind is Kind.NAME
+
+
+def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files is told apart from permissions: there is no room."""
+
+    def write() -> None:
+        with typed_errors(tmp_path / "d"):
+            raise OSError(errno.EFBIG, "File too large")
+
+    with pytest.raises(DeltastoreError) as caught:
+        write()
+    assert caught.value.kind is Kind.DISK_FULL

@@ -10,7 +10,7 @@ from deltastore.errors import FormatError, InvalidInputError, Kind
 from deltastore.format.canonical import canonical_json
 from deltastore.format.dtypes import DType
 from deltastore.format.keys import Hint, KeyKind, RunKeys, parse_key
-from deltastore.format.layout import Layout, TensorEntry
+from deltastore.format.layout import MAX_ELEMENTS, Layout, TensorEntry
 from deltastore.ids import MAX_VERSION
 
 SHA = "0f" * 32
@@ -153,3 +153,12 @@ def test_huge_shape_product_does_not_wrap():
     """A shape whose product overflows 64 bits is a limit, not a small tensor."""
     with pytest.raises(FormatError):
         Layout.from_bytes(_document(tensors=[["a", "BF16", [1 << 40, 1 << 40], []]]))
+
+
+def test_every_layout_that_can_be_made_can_be_read():
+    """A dimension no reader takes is refused where the layout is made, also of an empty tensor."""
+    widest = Layout.build([TensorEntry("t", DType.U8, (0, MAX_ELEMENTS))])
+    assert Layout.from_bytes(widest.canonical_bytes()) == widest
+    with pytest.raises(InvalidInputError) as caught:
+        Layout.build([TensorEntry("t", DType.U8, (0, MAX_ELEMENTS + 1))])
+    assert caught.value.kind is Kind.TENSOR_SHAPE

@@ -60,6 +60,10 @@ def test_good_urls_open_their_store(url: str, kind: type, shown: str) -> None:
         "simplecache::s3://bucket/x",
         "ftp://user:secret@host/x",
         "s3://[/x",
+        "file:///a/%00/b",
+        "dir://x",
+        "reference://x",
+        "generic://x",
     ],
 )
 def test_bad_urls_are_refused(url: str) -> None:
