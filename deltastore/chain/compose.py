@@ -67,10 +67,11 @@ def _compose_tensor(
     result: list[Block] = []
     for block in first:
         after = later.pop(block.box, None)
-        result += [block] if after is None else _compose_box(layout, block, after)
+        composed = [block] if after is None else _compose_box(layout, block, after)
+        if composed is None:  # cut alone, its pieces could reach into a neighbour's box
+            return _compose_whole(layout, tensor, first, second)
+        result += composed
     result += later.values()
-    if len({block.box.flat for block in result}) > 1:
-        return _compose_whole(layout, tensor, first, second)
     return sorted(result, key=lambda block: block.box.start)
 
 
@@ -86,7 +87,8 @@ def _boxes_agree(layout: Layout, first: list[Block], second: list[Block]) -> boo
     return True
 
 
-def _compose_box(layout: Layout, first: Block, second: Block) -> list[Block]:
+def _compose_box(layout: Layout, first: Block, second: Block) -> list[Block] | None:
+    """At most one block in the same box; None when its changes would be of two kinds."""
     change = first.fingerprint_change + second.fingerprint_change
     if second.kind is ValueKind.DENSE:
         return [_like(second, None, second.values, change)]
@@ -103,7 +105,7 @@ def _compose_box(layout: Layout, first: Block, second: Block) -> list[Block]:
         kind = VALUE_KINDS[int(kinds[0])]
         indices = at.astype(np.uint32)
         return [Block(first.tensor, first.box, kind, indices, values, change)]
-    return _compose_whole(layout, first.tensor, [first], [second])
+    return None
 
 
 def _compose_whole(

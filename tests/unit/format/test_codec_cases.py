@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from deltastore.chain.apply import apply_blocks
+from deltastore.chain.compose import compose
 from deltastore.chain.diff import dense_block, diff_box, diff_run, diff_tensor, split_box
 from deltastore.errors import IntegrityError, InvalidInputError, Kind
 from deltastore.format.block import Block, ValueKind
-from deltastore.format.box import Box
+from deltastore.format.box import MAX_BOX_ELEMENTS, Box
+from deltastore.format.disjoint import check_disjoint
 from deltastore.format.dtypes import DType
 from deltastore.format.fingerprint import ZERO
 from deltastore.format.layout import BitState, Layout, TensorEntry
@@ -62,6 +64,35 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]):
         assert block is not None
         (read,) = decode_segment(layout, encode_segment(layout, identity, [block])).blocks
         assert read.box == scalar
+
+
+def test_composing_two_kinds_in_boxes_off_the_grid_keeps_boxes_apart():
+    """Where one box gets changes of two kinds, no block reaches into its neighbour's box."""
+    half = MAX_BOX_ELEMENTS // 2
+    layout, _ = one_tensor(DType.BF16, 4 * half)
+
+    def block(start: int, size: int, kind: ValueKind, places: list[int], value: int) -> Block:
+        at, values = np.array(places, np.uint32), np.full(len(places), value, np.uint16)
+        return Block(0, Box.run(start, size), kind, at, values, ZERO)
+
+    low, high = (0, half), (half, 2 * half)
+    first = [
+        block(*low, ValueKind.STEPS, [5], 1),
+        block(*high, ValueKind.STEPS, [1, half + 7], 2),
+    ]
+    second = [
+        block(*low, ValueKind.STEPS, [6], 3),
+        block(*high, ValueKind.BITS, [half + 9], 4),
+    ]
+    composed = compose(layout, first, second)
+    check_disjoint(layout, [(one.tensor, one.box) for one in composed])
+    written = {one.box.start[0] + int(i): int(v) for one in composed for i, v in _pairs(one)}
+    assert written == {5: 1, 6: 3, half + 1: 2, 2 * half + 7: 2, 2 * half + 9: 4}
+
+
+def _pairs(block: Block):
+    assert block.indices is not None
+    return zip(block.indices, block.values, strict=True)
 
 
 def test_a_tensor_beyond_two_to_the_31():
