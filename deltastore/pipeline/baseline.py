@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from deltastore.chain.apply import apply_blocks
 from deltastore.errors import (
-    DeltastoreError,
     FormatError,
     IntegrityError,
     Kind,
@@ -71,7 +70,7 @@ class Baseline:
         self._clock = clock
         self._unanswered: _Unanswered | None = None
         self._owed: list[Block] = []
-        self._doubt: DeltastoreError | None = None
+        self._doubtful = False
         self.head = head
         self._state = state
 
@@ -79,7 +78,7 @@ class Baseline:
     def state(self) -> BitState:
         """The bits of HEAD; IntegrityError(baseline) when they are lost."""
         self.promote()
-        if self._state is None or self._doubt is not None:
+        if self._state is None or self._doubtful:
             return self._rebuild()
         return self._state
 
@@ -103,12 +102,14 @@ class Baseline:
     def promote(self) -> None:
         """Bring the bits to HEAD. What does not apply is rebuilt from the bucket when next read."""
         blocks, self._owed = self._owed, []
-        if not blocks or self._state is None or self._doubt is not None:
+        if not blocks or self._state is None or self._doubtful:
             return
+        self._doubtful = True  # until all of them are written, whatever ends this half way
         try:
             apply_blocks(self._state, blocks)
-        except IntegrityError as err:
-            self._doubt = err
+        except IntegrityError:
+            return
+        self._doubtful = False
 
     def settle(self) -> VersionManifest | None:
         """Send an unanswered manifest again, byte for byte; return it once it is committed."""
@@ -152,7 +153,7 @@ class Baseline:
                 version=version,
                 hint="the next version is a full one; `deltastore verify --deep` says what is lost",
             ) from err
-        self._state, self._doubt = rebuilt.state, None
+        self._state, self._doubtful = rebuilt.state, False
         return rebuilt.state
 
     def _accept(self, manifest: VersionManifest, content: Content) -> None:
@@ -161,7 +162,7 @@ class Baseline:
         if isinstance(content, list):
             self._owed = content
         else:
-            self._state, self._doubt = content, None
+            self._state, self._doubtful = content, False
 
     def _confirm_bodies(self, manifest: VersionManifest) -> None:
         """A janitor may have taken bodies that waited long: all must be there before a commit."""

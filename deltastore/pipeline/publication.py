@@ -21,14 +21,18 @@ class Publication:
     """One version on its way. Thread-safe.
 
     Args:
-        step_first, step_last: the optimizer steps it covers.
+        step_last: the optimizer step that the weights are after.
     """
 
-    def __init__(self, step_first: int, step_last: int) -> None:
-        self.step_first = step_first
+    def __init__(self, step_last: int) -> None:
+        self.step_first = step_last
         self.step_last = step_last
         self.captured = threading.Event()
         self.future: Future[VersionManifest] = Future()
+
+    def cover_after(self, step: int) -> None:
+        """Its first step is the one after `step`, which the version before it ends with."""
+        self.step_first = min(step + 1, self.step_last)
 
     def wait_captured(self, timeout_s: float) -> None:
         """Wait until the source has been read: from then on the weights may change.

@@ -227,7 +227,8 @@ class Publisher:
             if self._fatal is not None:
                 raise self._fatal
             last = self._baseline.head.core.step_last
-            publication = Publication(min(last + 1, step), step)
+            publication = Publication(step)
+            publication.cover_after(last)
             self._pending = publication
         self._worker.submit(self._work, publication, check)
         return publication
@@ -248,15 +249,18 @@ class Publisher:
 
     def _fail(self, publication: Publication, err: BaseException) -> None:
         kind = err.kind.value if isinstance(err, DeltastoreError) else type(err).__name__
-        self._sink(PublishFailed(self._baseline.head.core.version + 1, kind, str(err)))
-        publication.future.set_exception(err)
-        publication.captured.set()
+        try:
+            self._sink(PublishFailed(self._baseline.head.core.version + 1, kind, str(err)))
+        finally:  # a full event log must not leave the trainer waiting
+            publication.future.set_exception(err)
+            publication.captured.set()
 
     def _publish(self, publication: Publication, check: bool) -> VersionManifest:
         started_s = self._clock.monotonic_s()
         settled = self._baseline.settle()
         if settled is not None:
             self._announce(settled)
+            publication.cover_after(settled.core.step_last)
         head = self._baseline.head
         every = self._settings.baseline_check_every_versions
         try:

@@ -43,6 +43,7 @@ RETRY_FIRST_S = 0.5
 RETRY_CAP_S = 30.0
 RESTART_EVERY_VERSIONS = 64  # behind: how often to ask whether an anchor is the shorter way
 MAX_MANIFESTS = 64  # kept for a region that is behind; more are read from home
+MAX_NOTED = 256  # versions whose arrivals are remembered; of more, bodies are looked for again
 CLOSE_WAIT_S = 30.0  # a request that hangs longer is left to end with the process
 
 
@@ -129,6 +130,7 @@ class RegionReplicator:
         self._manifests: dict[int, VersionManifest] = {}
         self._target = target
         self._held = -1
+        self._error: DeltastoreError | None = None
         self._look_again_at = 0
         self._backlog = Backlog(
             region.name,
@@ -153,6 +155,11 @@ class RegionReplicator:
         return self._held
 
     @property
+    def error(self) -> DeltastoreError | None:
+        """What keeps the region from going on, until it goes on."""
+        return self._error
+
+    @property
     def backlog_bytes(self) -> int:
         """Bytes that wait for the region, in memory and on disk."""
         return self._backlog.memory_bytes + self._backlog.disk_bytes
@@ -170,7 +177,8 @@ class RegionReplicator:
         version = manifest.core.version
         with self._changed:
             self._target = max(self._target, version)
-            self._committed_at_s[version] = self._clock.monotonic_s()
+            if len(self._committed_at_s) < MAX_NOTED:
+                self._committed_at_s[version] = self._clock.monotonic_s()
             if len(self._manifests) < MAX_MANIFESTS:
                 self._manifests[version] = manifest
             self._changed.notify_all()
@@ -219,7 +227,8 @@ class RegionReplicator:
 
     def _note_sent(self, item: WaitingBody) -> None:
         with self._changed:
-            if item.version > self._held and not item.dropped:
+            known = item.version in self._sent_at_s or len(self._sent_at_s) < MAX_NOTED
+            if item.version > self._held and not item.dropped and known:
                 sent = self._sent_at_s.setdefault(item.version, {})
                 sent[item.key] = self._clock.monotonic_s()
 
@@ -295,7 +304,11 @@ class RegionReplicator:
             self._tell(err)
 
     def _tell(self, err: DeltastoreError) -> None:
-        self._sink(RegionFailed(self.name, self._held + 1, err.kind.value, str(err)))
+        self._error = err
+        try:
+            self._sink(RegionFailed(self.name, self._held + 1, err.kind.value, str(err)))
+        except DeltastoreError as untold:  # a full event log must not end this thread
+            self._error = untold
 
     def _bring(self, version: int) -> None:
         if self._limits.patience_s and self._brought_by_others(version):
@@ -349,7 +362,7 @@ class RegionReplicator:
 
     def _set_held(self, version: int) -> None:
         with self._changed:
-            self._held = version
+            self._held, self._error = version, None
             done: tuple[dict[int, Any], ...] = (
                 self._sent_at_s,
                 self._committed_at_s,

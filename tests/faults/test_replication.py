@@ -131,6 +131,35 @@ def test_region_down_for_twenty_versions(tmp_path, on_disk):
     assert any(isinstance(e, RegionFailed) for e in world.events)
 
 
+def test_a_region_outlives_a_full_event_log(tmp_path):
+    """A region whose trouble cannot be told goes on when it answers again, and says so itself."""
+    far = SwitchedStore(MemoryStore())
+    world = World(tmp_path, region_stores={"far": far})
+    untold = threading.Semaphore(0)
+
+    def sink(event):
+        if isinstance(event, RegionFailed):
+            untold.release()
+            raise StorageError("no space", kind=Kind.DISK_FULL)
+
+    limits = RegionLimits(streams=1)
+    (region,) = _regions(far=far)
+    copier = RegionReplicator(
+        region, world.run, target=0, limits=limits, clock=SystemClock(), sink=sink
+    )
+    assert copier.wait_until(0, 30)
+    far.off = True
+    publisher = world.publisher()
+    copier.committed(publisher.head)
+    assert untold.acquire(timeout=30)
+    far.off = False
+    copier._backoff.succeeded()  # the wait of its next attempt is not what is tested
+    assert copier.wait_until(1, 60)
+    assert copier.error is None
+    copier.close()
+    publisher.close()
+
+
 def test_each_byte_leaves_the_trainer_once_per_region(tmp_path):
     """A healthy region gets every body once, from the trainer, and home is not read for it."""
     home, far = CountingStore(MemoryStore()), CountingStore(MemoryStore())

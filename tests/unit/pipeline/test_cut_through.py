@@ -186,19 +186,22 @@ def test_stages_are_reported(tmp_path):
     assert {e.region for e in stages.values()} == {"home"}
 
 
-def test_baseline_that_cannot_be_promoted_is_rebuilt(tmp_path, monkeypatch):
-    """A committed delta that does not apply to the baseline costs a rebuild, no wrong version."""
+@pytest.mark.parametrize(
+    "failure", [IntegrityError("does not apply", kind=Kind.FINGERPRINT), MemoryError("no room")]
+)
+def test_baseline_that_cannot_be_promoted_is_rebuilt(tmp_path, monkeypatch, failure):
+    """A committed delta that is not wholly applied costs a rebuild, no wrong version."""
     world = World(tmp_path)
     publisher = world.publisher()
 
     def refuse(state, blocks):
         state.arrays[0][:7] ^= 1
-        raise IntegrityError("does not apply", kind=Kind.FINGERPRINT)
+        raise failure
 
     with monkeypatch.context() as patch:
         patch.setattr("deltastore.pipeline.baseline.apply_blocks", refuse)
         world.step(publisher, 1)
-        publisher._baseline.promote()
+        publisher._worker.submit(int).result(60)  # behind the promotion
     world.step(publisher, 2)
     publisher.close()
     assert world.replayed().equals(world.state)
