@@ -70,8 +70,12 @@ class Applier:
         return self._poisoned is not None
 
     def check_whole(self) -> None:
-        """Prove all live weights; IntegrityError(fingerprint) poisons this actor."""
-        got = self._target.fingerprint()
+        """Prove all live weights; IntegrityError (fingerprint, alias_drift) poisons this actor."""
+        try:
+            got = self._target.fingerprint()
+        except IntegrityError as err:  # they hold what no version can
+            self._poisoned = f"the live weights are no version's: {err.message}"
+            raise
         if got != self._active.fingerprint:
             self._poisoned = f"the live weights are {got}, not version {self._active.version}"
             raise IntegrityError(
@@ -86,7 +90,8 @@ class Applier:
         """Bring the weights from the active version to the update's target.
 
         Raises ApplyError(rolled_back): the weights are still at the active version, bit for bit;
-        ApplyError(poisoned): they are in doubt.
+        ApplyError(poisoned): they are in doubt. IntegrityError: the first pass met weights that
+        hold what no version can, and wrote nothing, or a whole check afterwards failed.
         """
         if self._poisoned is not None:
             raise ApplyError(
@@ -110,7 +115,7 @@ class Applier:
                 self._activate_blocks(update)
             else:
                 self._activate_state(update.state, update.target)
-        except ApplyError as err:
+        except (ApplyError, IntegrityError) as err:
             self._sink(
                 ActivationFailed(self._name, update.target.version, err.kind.value, str(err))
             )

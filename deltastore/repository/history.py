@@ -54,7 +54,7 @@ def walk_down(
                 while following >= 0 and len(ahead) < streams:
                     ahead.append(pool.submit(load_manifest, run, following))
                     following -= 1
-                manifest = ahead.popleft().result()
+                manifest = _named(run, ahead.popleft(), above)
                 if above is None:
                     require_signed(run, manifest, trusted)
                 else:
@@ -64,6 +64,25 @@ def walk_down(
         finally:
             for future in ahead:
                 future.cancel()
+
+
+def _named(
+    run: Run, loading: Future[VersionManifest], above: VersionManifest | None
+) -> VersionManifest:
+    """What was loaded; a link that is missing is called that, not a version nobody made."""
+    try:
+        return loading.result()
+    except NotFoundError as err:
+        if err.kind is not Kind.VERSION_MISSING or above is None:
+            raise
+        raise NotFoundError(
+            f"the chain has a hole: version {err.version} is missing below {above.core.version}",
+            kind=Kind.VERSION_MISSING,
+            run=run.name,
+            version=err.version,
+            key=err.key,
+            hint="restore its manifest from another region; `deltastore verify` lists what is gone",
+        ) from err
 
 
 def locate(

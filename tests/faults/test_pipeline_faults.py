@@ -22,9 +22,11 @@ from deltastore.format.canonical import canonical_json
 from deltastore.format.manifest import FileRef, VersionKind, VersionManifest
 from deltastore.format.mixing import fingerprint_state
 from deltastore.pipeline.applier import Applier
-from deltastore.pipeline.host import HostTarget
+from deltastore.pipeline.host import HostSource, HostTarget
+from deltastore.pipeline.publisher import Publisher
 from deltastore.pipeline.replicator import Region
 from deltastore.repository.commit import commit_version
+from deltastore.repository.fetch import load_manifest
 from deltastore.repository.run import open_run
 from deltastore.storage.memory import MemoryStore
 from deltastore.storage.store import PutMode
@@ -79,6 +81,27 @@ def test_manifest_with_a_lost_answer_is_sent_again(world, store):
     assert store.get(world.run.keys.version(2)) == landed
     assert actor.advance().version == 3
     assert actor.target.state.equals(world.state)
+    steps = [load_manifest(world.run, version).core for version in (2, 3)]
+    assert [(core.step_first, core.step_last) for core in steps] == [(1, 1), (2, 2)]
+
+
+def test_failure_that_cannot_be_told_is_still_the_result(world, store):
+    """With the event log's disk full, whoever waits for a failed version is not left waiting."""
+    full = StorageError("no space", kind=Kind.DISK_FULL)
+
+    def sink(event):
+        if isinstance(event, PublishFailed):
+            raise full
+
+    publisher = Publisher.open(world.run, HostSource(world.state), clock=world.clock, sink=sink)
+    store.add(fail_at(Op.PUT, 1, key_contains="/versions/"))
+    change_some(world.state, world.rng)
+    with pytest.raises(StorageError) as err:
+        publisher.publish(1).result(60)
+    assert err.value.kind is Kind.UNAVAILABLE
+    world.step(publisher, 2)
+    publisher.close()
+    assert world.replayed().equals(world.state)
 
 
 def test_manifest_that_never_landed_is_sent_again_byte_for_byte(world, store):
@@ -202,7 +225,8 @@ def test_missing_link_is_a_typed_gap(world, store):
     store.delete([world.run.keys.version(v) for v in range(1, 10)])
     with pytest.raises(NotFoundError) as err:
         world.replayed(11)
-    assert err.value.kind is Kind.VERSION_MISSING
+    assert (err.value.kind, err.value.version) == (Kind.VERSION_MISSING, 9)
+    assert "version 9 is missing below 10" in err.value.message
     with pytest.raises(IntegrityError) as hole:
         world.replayed()
     assert hole.value.kind is Kind.BROKEN_CHAIN

@@ -198,6 +198,22 @@ def test_weights_changed_by_somebody_else_poison_until_rebuilt(site: Site) -> No
     assert state.equals(site.state(site.new))
 
 
+def test_values_that_no_version_can_hold_poison_until_rebuilt(site: Site) -> None:
+    """An FP32 weight that is no BF16 any more cannot even be read as bits: nothing is served."""
+    model = load_model(site.old)
+    weights = followed(site, ModuleTarget(model, site.layout), [])
+    weights._prove()
+    assert not weights.poisoned
+    for parameter in model.parameters():
+        parameter.data += 1e-7
+    weights.catch_up()
+    assert weights.poisoned
+    weights.re_anchor()
+    assert not weights.poisoned
+    assert weights.active == site.head
+    assert weights.fingerprint() == site.head.fingerprint
+
+
 def test_a_machine_that_cannot_hold_weights_leaves(site: Site) -> None:
     """Rebuilt again and again without one activation, an actor gives up with the reason."""
     weights = followed(site, HostTarget(site.state(site.old)), [])
