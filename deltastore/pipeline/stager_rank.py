@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from deltastore import errors
-from deltastore.errors import DeltastoreError, Kind, StorageError
+from deltastore.errors import DeltastoreError, FormatError, IntegrityError, Kind, StorageError
 from deltastore.pipeline.spool import HeldLock, RankNote, SpoolFolder, is_locked, map_update
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class StagedFeed:
         self._held = HeldLock(self._folder.rank_lock(rank), what=f"the rank name {rank!r}")
         self._lock = threading.Lock()
         self._note = RankNote(active)
+        self._asked_anew_at: ActiveVersion | None = None
         self._staged: StagedUpdate | None = None
         self._head_seen = active.version
         self._error: DeltastoreError | None = None
@@ -167,12 +168,22 @@ class StagedFeed:
             if self._folder.read_offer(self._rank) == offer:
                 raise
             return False  # it was replaced meanwhile by one that leads further
+        except (IntegrityError, FormatError):
+            self._ask_anew(note)
+            raise
         with self._lock:
             if self._note != note:
                 return False  # `take` or `reset` came in between
             self._staged = update
         self._current = offer.current
         return True
+
+    def _ask_anew(self, note: RankNote) -> None:
+        """Have a damaged update staged once more; from one version no more than once."""
+        with self._lock:
+            if self._note == note and self._asked_anew_at != note.active:
+                self._asked_anew_at = note.active
+                self._say(RankNote(note.active, note.attempt + 1))
 
     def _say(self, note: RankNote) -> None:
         self._note = note

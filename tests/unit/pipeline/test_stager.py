@@ -264,19 +264,43 @@ def test_foreign_history_reaches_the_rank_as_what_it_is(world, folder, stager, t
 
 
 def test_damaged_update_in_the_spool(world, folder, stager):
-    """A spooled update that was changed by somebody is refused before a byte of it is used."""
+    """A spooled update that was changed by somebody is refused unused, and staged once more."""
     publisher = world.publisher()
     publisher.close()
     rank = Rank(world, folder, "r0")
     _turns(world, stager)
+    _damage(stager)
+    with pytest.raises(IntegrityError) as err:
+        rank.feed.poll()
+    assert err.value.kind is Kind.DIGEST
+    _turns(world, stager)
+    assert rank.advance() == publisher.head.core.version
+    assert rank.feed.error is None
+
+
+def test_spool_that_damages_everything_is_not_written_for_ever(world, folder, stager):
+    """An update that is damaged again is not staged a third time; the rank says why it waits."""
+    world.publisher().close()
+    rank = Rank(world, folder, "r0")
+    for _ in range(2):
+        _turns(world, stager)
+        _damage(stager)
+        with pytest.raises(IntegrityError):
+            rank.feed.poll()
+    before = list(stager.folder.updates.iterdir())
+    _turns(world, stager)
+    assert list(stager.folder.updates.iterdir()) == before
+    with pytest.raises(IntegrityError):
+        rank.feed.poll()
+    assert rank.feed.error is not None
+
+
+def _damage(stager):
     path = next(iter(stager.folder.updates.iterdir()))
     path.chmod(0o600)
     body = bytearray(path.read_bytes())
     body[-1] ^= 1
     path.write_bytes(body)
-    with pytest.raises(IntegrityError) as err:
-        rank.feed.poll()
-    assert err.value.kind is Kind.DIGEST
 
 
 def test_catch_up_waits_for_the_stager(world, folder, stager):
