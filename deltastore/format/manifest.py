@@ -199,17 +199,22 @@ class RunRecord:
         """Read a record; FormatError on anything `to_bytes` does not write."""
         document = parse_canonical_json(text, what="run.json", max_bytes=1 << 16)
         reader = FieldReader(document, RUN_FORMAT, {f.name for f in fields(cls)})
-        return cls(
-            run=check_name(reader.text("run"), "run name"),
-            run_id=reader.token("run_id"),
-            layout_digest=reader.sha256("layout_digest"),
-            home=check_name(reader.text("home"), "region"),
-            created_ms=reader.count("created_ms"),
-        )
+        record: RunRecord = reader.build(_read_run_record)
+        return record
 
 
 def _refuse(message: str) -> None:
     raise InvalidInputError(message, kind=Kind.FIELD)
+
+
+def _read_run_record(reader: FieldReader) -> RunRecord:
+    return RunRecord(
+        run=check_name(reader.text("run"), "run name"),
+        run_id=reader.token("run_id"),
+        layout_digest=reader.sha256("layout_digest"),
+        home=check_name(reader.text("home"), "region"),
+        created_ms=reader.count("created_ms"),
+    )
 
 
 def _read_version_core(reader: FieldReader) -> VersionCore:

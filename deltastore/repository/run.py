@@ -71,8 +71,9 @@ class CheckpointFile:
 def open_run(store: ObjectStore, name: str) -> Run:
     """Open an existing run.
 
-    Raises NotFoundError(run_missing) when the store has none of that name, and whatever the store
-    says of credentials or a missing bucket.
+    Raises NotFoundError(run_missing) when the store has none of that name, IntegrityError
+    (broken_chain, layout_mismatch) when what lies there is not of it, and whatever the store says
+    of credentials or a missing bucket.
     """
     keys = RunKeys(check_name(name, "run name"))
     record = _read_record(store, keys)
@@ -271,7 +272,16 @@ def _read_record(store: ObjectStore, keys: RunKeys) -> RunRecord | None:
         if err.kind is not Kind.OBJECT_MISSING:
             raise
         return None
-    return RunRecord.from_bytes(text)
+    record = RunRecord.from_bytes(text)
+    if record.run != keys.run:
+        raise IntegrityError(
+            f"run.json at {store.url} is of run {record.run!r}",
+            kind=Kind.BROKEN_CHAIN,
+            run=keys.run,
+            key=keys.run_json,
+            hint="a run cannot be renamed: its manifests name it; move it under its own name",
+        )
+    return record
 
 
 def _object_exists(store: ObjectStore, key: str) -> bool:

@@ -189,3 +189,12 @@ def test_run_record_round_trip():
     document = json.loads(record.to_bytes())
     with pytest.raises(FormatError):
         RunRecord.from_bytes(canonical_json({**document, "more": 1}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("run", "../x"), ("home", "a/b"), ("run_id", "7")])
+def test_run_record_with_an_impossible_field(field, value):
+    """A run.json whose names cannot be names is a FormatError, not the caller's mistake."""
+    document = json.loads(RunRecord("r1", "0" * 32, SHA, "home", 5).to_bytes())
+    with pytest.raises(FormatError) as err:
+        RunRecord.from_bytes(canonical_json({**document, field: value}))
+    assert err.value.kind is Kind.FIELD

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,15 @@ def test_wrong_urls(tmp_path):
     with pytest.raises(InvalidInputError) as bad:
         deltastore.connect("memory://x/y")
     assert bad.value.kind is Kind.URL
+
+
+def test_renamed_run(made, tmp_path):
+    """A run that was copied under another name is called that, before anything of it is read."""
+    url, _ = made
+    shutil.copytree(url.removeprefix("file://"), tmp_path / "other")
+    with pytest.raises(IntegrityError, match=f"is of run '{RUN}'") as err:
+        deltastore.connect(f"file://{tmp_path}/other")
+    assert err.value.kind is Kind.BROKEN_CHAIN
 
 
 def test_unknown_attribute():
