@@ -23,7 +23,7 @@ from deltastore.maintenance.repair import (
     Repair,
     RepairAction,
     Repaired,
-    execute_repair,
+    mend_run,
     plan_repair,
 )
 from deltastore.maintenance.repair_record import restore_opening
@@ -73,21 +73,21 @@ def verify_run(run_url: str, connection: Connection, verifying: Verifying, outpu
         run = open_run(store, name)
         report = _check(run, verifying)
         repairs = opened
-        if not report.ok:
-            plan = plan_repair(run, report, source, trusted=verifying.trusted)
-            repairs = opened + [Repaired(step, False, PLANNED) for step in plan]
-            if verifying.repair and plan:
-                with progress(f"repair {run.name}"):
-                    repairs = opened + execute_repair(
-                        run,
-                        plan,
-                        source,
-                        clock=SystemClock(),
-                        streams=verifying.streams,
-                        signer=verifying.signer,
-                        trusted=verifying.trusted,
-                    )
-                report = _check(run, verifying)
+        if not report.ok and not verifying.repair:
+            repairs = [Repaired(step, False, PLANNED) for step in plan_repair(run, report, source)]
+        elif not report.ok:
+            with progress(f"repair {run.name}"):
+                report, mended = mend_run(
+                    run,
+                    report,
+                    source,
+                    check=lambda: _check(run, verifying),
+                    clock=SystemClock(),
+                    streams=verifying.streams,
+                    signer=verifying.signer,
+                    trusted=verifying.trusted,
+                )
+            repairs = opened + mended
         document = {**run_document(run, run_url), **report_document(report, repairs)}
         output.emit(document, lambda: report_table(report, repairs))
     if not report.ok:

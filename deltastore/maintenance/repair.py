@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     from deltastore.repository.run import Run
 
 
+MAX_ROUNDS = 8
+"""Checks that may each find what the damage before had hidden: more are not made."""
+
+
 class RepairAction(StrEnum):
     """What is done about damage. Append only: scripts match on these."""
 
@@ -93,12 +97,13 @@ class Repaired:
 
 
 def plan_repair(
-    run: Run, report: Report, source: Run | None, *, trusted: TrustedKeys | None = None
+    run: Run, report: Report, source: Run | None, *, cut_lost: bool = True
 ) -> tuple[Repair, ...]:
     """What can be done about the errors of a report, in order. Nothing is changed.
 
     Args:
         source: the same run in another region; None: only shortcuts can be mended.
+        cut_lost: whether an anchor is cut where copying cannot be enough.
 
     Raises IntegrityError(broken_chain) when `source` is another run.
     """
@@ -117,14 +122,55 @@ def plan_repair(
     unsure = {step.version for step in manifests.values()}
     others = (*bodies.values(), *shortcuts.values())
     plan = [*manifests.values(), *(step for step in others if step.version not in unsure)]
-    if source is not None and not _may_be_enough(source, plan):
-        for first, last in report.lost:
-            key = run.keys.anchor(last)
-            which = f"version {first}" if first == last else f"versions {first} to {last}"
-            reason = f"{which} cannot be rebuilt here: the chain goes on from {last}"
-            if key not in shortcuts:
-                plan.append(Repair(RepairAction.CUT_ANCHOR, key, last, reason))
+    if source is not None and cut_lost and not _may_be_enough(source, plan):
+        plan += _cuts(run, report, without=shortcuts.keys())
     return tuple(plan)
+
+
+def mend_run(
+    run: Run,
+    report: Report,
+    source: Run | None,
+    *,
+    check: Callable[[], Report],
+    clock: Clock,
+    streams: int = 8,
+    settings: MaintenanceSettings | None = None,
+    signer: Signer = unsigned,
+    trusted: TrustedKeys | None = None,
+) -> tuple[Report, list[Repaired]]:
+    """Repair and check again, as long as that finds something else: one damage can hide another.
+
+    Anchors for versions that are lost are cut at the end, when nothing more can be copied.
+
+    Args:
+        report: of a check just made.
+        check: makes another one like it.
+
+    Returns the last report, and what became of each step when it was last taken.
+    """
+    outcomes: dict[tuple[RepairAction, str], Repaired] = {}
+    may_cut = False
+    for _ in range(MAX_ROUNDS):
+        if report.ok:
+            break
+        plan = plan_repair(run, report, source, cut_lost=may_cut)
+        for one in execute_repair(
+            run,
+            plan,
+            source,
+            clock=clock,
+            streams=streams,
+            settings=settings,
+            signer=signer,
+            trusted=trusted,
+        ):
+            outcomes[(one.repair.action, one.repair.key)] = one
+        before, report = report, check()
+        if may_cut:
+            break
+        may_cut = report.findings == before.findings
+    return report, list(outcomes.values())
 
 
 def execute_repair(
@@ -234,6 +280,19 @@ def _body(run: Run, version: int, key: str) -> tuple[str, int, str] | None:
         require_run_fault(err)
         return None
     return next((body for body in bodies_of(manifest) if body[0] == key), None)
+
+
+def _cuts(run: Run, report: Report, *, without: Iterable[str]) -> list[Repair]:
+    """An anchor at the end of each run of lost versions."""
+    present = set(without)
+    steps = []
+    for first, last in report.lost:
+        key = run.keys.anchor(last)
+        which = f"version {first}" if first == last else f"versions {first} to {last}"
+        reason = f"{which} cannot be rebuilt here: the chain goes on from {last}"
+        if key not in present:
+            steps.append(Repair(RepairAction.CUT_ANCHOR, key, last, reason))
+    return steps
 
 
 def _may_be_enough(source: Run, plan: Iterable[Repair]) -> bool:

@@ -11,7 +11,7 @@ from deltastore.errors import IntegrityError, Kind, StorageError
 from deltastore.maintenance.anchors import write_anchor
 from deltastore.maintenance.composites import run_composites
 from deltastore.maintenance.fsck import check_run
-from deltastore.maintenance.repair import Repaired, execute_repair, plan_repair
+from deltastore.maintenance.repair import Repaired, execute_repair, mend_run, plan_repair
 from deltastore.maintenance.repair_record import damaged_opening, restore_opening
 from deltastore.repository.rebuild import replay
 from deltastore.repository.run import Run, open_run
@@ -61,10 +61,11 @@ def check(run: Run) -> Report:
 
 
 def mend(run: Run, source: Run | None) -> tuple[list[Repaired], Report]:
-    """Check, plan, carry out, check again."""
-    plan = plan_repair(run, check(run), source)
-    done = execute_repair(run, plan, source, clock=FakeClock(), streams=2)
-    return done, check(run)
+    """Check, mend, check again, as the command does."""
+    report, done = mend_run(
+        run, check(run), source, check=lambda: check(run), clock=FakeClock(), streams=2
+    )
+    return done, report
 
 
 def flip(run: Run, key: str) -> None:
@@ -137,6 +138,22 @@ def test_a_hole_is_filled_with_its_bodies(chain: Chain) -> None:
     done, report = mend(chain.run, source)
     assert [(one.repair.version, one.done) for one in done] == [(4, True), (5, True), (6, True)]
     assert report.ok
+    assert objects(chain.run) == before
+
+
+def test_one_damage_hides_another(chain: Chain) -> None:
+    """A manifest that is wrong and still can be read is found only when the one above it is back:
+    the repair goes on until a check finds nothing new."""
+    before, source = objects(chain.run), region_of(chain)
+    key = manifest_of(chain.run, 3)
+    text = chain.run.store.get(key)
+    chain.run.store.put(
+        key, text.replace(b'"step_last":3', b'"step_last":4'), mode=PutMode.OVERWRITE
+    )
+    drop(chain.run, manifest_of(chain.run, 4))
+    done, report = mend(chain.run, source)
+    assert sorted((one.repair.version, one.done) for one in done) == [(3, True), (4, True)]
+    assert report.findings == ()
     assert objects(chain.run) == before
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deltastore.format.keys import KeyKind, parse_key
-from deltastore.maintenance.repair import execute_repair, plan_repair
+from deltastore.maintenance.repair import mend_run
 from deltastore.testing.clock import FakeClock
 from tests.unit.maintenance.conftest import HEAD, NAME, make_copy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from deltastore.maintenance.findings import Report
     from tests.unit.maintenance.conftest import Copy
 
 BODIES = {KeyKind.SEGMENT, KeyKind.ANCHOR_FILE, KeyKind.VERSION}
@@ -29,9 +31,7 @@ def test_any_damage_is_mended(whole: Mapping[str, bytes], data: st.DataObject) -
     damaged = make_copy(whole)
     for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=5, unique=True)):
         _damage(damaged, key, whole[key], data)
-    done = _mend(damaged, make_copy(whole))
-    assert all(done)
-    report = damaged.check(deep=True)
+    report = _mend(damaged, make_copy(whole))
     assert (report.findings, report.replayed) == ((), HEAD + 1)
     assert {i.key: damaged.store.get(i.key) for i in damaged.store.list("")} == whole
 
@@ -57,10 +57,12 @@ def test_a_source_that_is_damaged_too(whole: Mapping[str, bytes], data: st.DataO
     assert {key: _read(copies[0], key) for key in untouched} == {k: whole[k] for k in untouched}
 
 
-def _mend(copy: Copy, source: Copy) -> list[bool]:
-    plan = plan_repair(copy.run(), copy.check(deep=True), source.run())
-    repaired = execute_repair(copy.run(), plan, source.run(), clock=FakeClock(), streams=2)
-    return [one.done for one in repaired]
+def _mend(copy: Copy, source: Copy) -> Report:
+    """Repair as the command does; the last report."""
+    run, clock = copy.run(), FakeClock()
+    check = partial(copy.check, deep=True)
+    report, _done = mend_run(run, check(), source.run(), check=check, clock=clock, streams=2)
+    return report
 
 
 def _read(copy: Copy, key: str) -> bytes | None:
