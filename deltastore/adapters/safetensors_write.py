@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from deltastore.format.layout import BitState
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_BAD_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EILSEQ}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 
 
@@ -68,7 +69,7 @@ def write_checkpoint(
         headers: of the safetensors files, by file name: together they must name every tensor.
         extras: further files: to be copied, or their bytes.
 
-    Raises ConflictError(output_exists), StorageError(disk_full), InvalidInputError.
+    Raises ConflictError(output_exists), StorageError(disk_full, unavailable), InvalidInputError.
     """
     stored = [t for header in headers.values() for t in header.tensors.values()]
     match_entries(state.layout, [TensorEntry(t.name, t.dtype, t.shape) for t in stored])
@@ -95,11 +96,11 @@ def write_checkpoint(
             ) from err
         if err.errno in _TAKEN and os.path.lexists(folder):
             raise _taken(folder) from err
-        raise InvalidInputError(
-            f"checkpoint {folder} cannot be written: {err.strerror} ({err.filename})",
-            kind=Kind.CHECKPOINT,
-            hint="check the path and its permissions",
-        ) from err
+        message = f"checkpoint {folder} cannot be written: {err.strerror} ({err.filename})"
+        hint = "check the path and its permissions"
+        if err.errno in _BAD_PATH:
+            raise InvalidInputError(message, kind=Kind.CHECKPOINT, hint=hint) from err
+        raise StorageError(message, kind=Kind.UNAVAILABLE, hint=hint) from err
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # nothing is left of it after the rename
 

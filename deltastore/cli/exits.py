@@ -48,6 +48,8 @@ class ExitCode(IntEnum):
     """A state could not be brought to the version."""
     INTERRUPTED = 130
     """Ended by Ctrl-C, as shells report it."""
+    PIPE_CLOSED = 141
+    """Whoever read stdout had enough (`| head`), as shells report it; the work itself was done."""
 
 
 _CODES: tuple[tuple[type[DeltastoreError], ExitCode], ...] = (

@@ -55,6 +55,11 @@ class CommandGroup(TyperGroup):
             _report(_usage_document(err.format_message(), code), as_json=as_json)
         except typer.Abort:
             code = ExitCode.INTERRUPTED
+        except SystemExit as err:  # the framework's answer to a closed pipe, and to --help
+            if isinstance(err.__context__, BrokenPipeError):
+                code = ExitCode.PIPE_CLOSED
+            else:
+                raise
         sys.exit(int(code or ExitCode.OK))
 
 

@@ -38,12 +38,17 @@ def make_keys(out: Path, roles: Sequence[str], output: Output) -> None:
     key = SigningKey.generate()
     with typed_errors(out):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with os.fdopen(os.open(out, flags, 0o600), "wb") as handle:
+        descriptor = os.open(out, flags, 0o600)
+    try:
+        with typed_errors(out), os.fdopen(descriptor, "wb") as handle:
             handle.write(key.to_pem())
             handle.flush()
             os.fsync(handle.fileno())
-    with new_file(public_path) as handle:
-        handle.write(key.public.to_pem())
+        with new_file(public_path) as handle:
+            handle.write(key.public.to_pem())
+    except BaseException:  # half a pair would be in the way of the next try
+        out.unlink(missing_ok=True)
+        raise
     line = trusted_line(key.public, may_sign)
     document = {
         "key_id": key.public.key_id,

@@ -6,14 +6,20 @@ people. Text that came from a bucket is stripped of control characters before a 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from deltastore.errors import Kind, StorageError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console, RenderableType
 
@@ -33,12 +39,36 @@ class Output:
         if self.as_json:
             print_json(document)
         else:
-            console().print(render())
+            with _stdout_errors():
+                console().print(render())
 
 
 def print_json(document: Document) -> None:
     """Write one JSON document and a newline to stdout."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+    with _stdout_errors():
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+        sys.stdout.flush()
+
+
+@contextmanager
+def _stdout_errors() -> Iterator[None]:
+    """A result that could not be written is an error of the place where it should have gone."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as err:
+        _discard_stdout()
+        raise StorageError(
+            f"the result cannot be written to stdout: {err.strerror or err}",
+            kind=Kind.DISK_FULL if err.errno == errno.ENOSPC else Kind.UNAVAILABLE,
+            hint="the command itself is done; look before you repeat it",
+        ) from err
+
+
+def _discard_stdout() -> None:
+    """Let what is buffered go nowhere: at exit Python would fail on it again."""
+    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
 def console() -> Console:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -257,12 +257,15 @@ def _mapped(path: Path) -> Iterator[memoryview]:
         if path.stat().st_size == 0:
             yield memoryview(b"")
             return
-        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            view = memoryview(mapped)
-            try:
-                yield view
-            finally:
+        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        view = memoryview(mapped)
+        try:
+            yield view
+        finally:
+            # The traceback of a failed upload still holds parts of it, and must not be replaced.
+            with suppress(BufferError):
                 view.release()
+                mapped.close()
 
 
 def _read_record(store: ObjectStore, keys: RunKeys) -> RunRecord | None:
