@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deltastore.errors import IntegrityError, Kind, NotFoundError, StorageError
+from deltastore.config import PublisherSettings
+from deltastore.errors import Kind, NotFoundError, StorageError
 from deltastore.events import BaselineLost
 from deltastore.format.box import Box
 from deltastore.format.layout import Layout
@@ -81,10 +82,12 @@ def test_a_full_version_reaches_the_regions(tmp_path):
 def test_a_baseline_lost_in_the_middle_of_a_run(tmp_path, store):
     """A baseline found damaged while the bucket is damaged too: the next version is full."""
     world = World(tmp_path, home_store=store)
-    publisher = world.publisher()
+    settings = PublisherSettings(baseline_check_every_versions=1)
+    publisher = world.publisher(settings=settings)
     world.step(publisher, 1)
+    publisher._worker.submit(int).result(60)  # behind the promotion
     store.delete([next(i.key for i in store.list(f"{RUN}/deltas/0000000002/"))])
-    publisher._baseline._doubt = IntegrityError("damaged", kind=Kind.FINGERPRINT)
+    publisher._baseline._state.arrays[0][:1] ^= 1
     manifest = world.step(publisher, 2)
     assert manifest.core.kind is VersionKind.FULL
     assert world.step(publisher, 3).core.kind is VersionKind.DELTA
