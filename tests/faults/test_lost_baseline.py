@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltastore.config import PublisherSettings
-from deltastore.errors import Kind, NotFoundError, StorageError
+from deltastore.errors import NotFoundError, StorageError
 from deltastore.events import BaselineLost
 from deltastore.format.box import Box
 from deltastore.format.layout import Layout
