@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import IO, TYPE_CHECKING
 
@@ -114,12 +115,15 @@ def _copy_large(
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             _download(source, item, file, streams)
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                view = memoryview(mapped)
-                try:
-                    target.put(item.key, view, mode=PutMode.CREATE)
-                finally:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            view = memoryview(mapped)
+            try:
+                target.put(item.key, view, mode=PutMode.CREATE)
+            finally:
+                # The traceback of a failed put still holds parts of it, and must not be replaced.
+                with suppress(BufferError):
                     view.release()
+                    mapped.close()
     except OSError as err:
         raise StorageError(
             f"no room for {item.size_bytes} bytes on their way to another region: {err.strerror}",
