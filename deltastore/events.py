@@ -243,7 +243,15 @@ class MaintenanceFailed(Event):
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class EventsLost(Event):
+    """So many events before this one could not be written to the log (its disk was full)."""
+
+    count: int
+
+
 EventSink: TypeAlias = Callable[[Event], None]
+"""Takes events as they happen. It must not raise into the work that it is told about."""
 
 
 def discard(event: Event) -> None:

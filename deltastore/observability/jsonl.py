@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from deltastore import events as _events
 from deltastore.errors import FormatError, Kind, StorageError
-from deltastore.events import Event
+from deltastore.events import Event, EventsLost
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +46,10 @@ class StampedEvent:
 class JsonlSink:
     """An EventSink that appends one line per event to a file. Thread-safe; close when done.
 
+    An EventSink must not raise into the work it reports on: what cannot be written (a full disk) is
+    counted, and the count is written as an `EventsLost` as soon as there is room again. `lost` and
+    `error` say so meanwhile.
+
     Several processes may append to one file: each line is one write to a descriptor opened for
     appending, so lines do not mix.
     """
@@ -54,6 +58,11 @@ class JsonlSink:
         self.path = path
         self._clock = clock
         self._lock = threading.Lock()
+        self._rest = b""
+        self.lost = 0
+        """Events that could not be written and are not reported in the file yet."""
+        self.error: StorageError | None = None
+        """Why the last of them could not be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor: int | None = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
@@ -61,19 +70,30 @@ class JsonlSink:
 
     def __call__(self, event: Event) -> None:
         """Append `event`; it is with the operating system when this returns."""
-        line = encode_line(StampedEvent(round(self._clock.utc_s() * 1000), event))
+        at_ms = round(self._clock.utc_s() * 1000)
+        line = encode_line(StampedEvent(at_ms, event))
         with self._lock:
             if self._descriptor is None:
                 return  # a thread reports its end after the run was closed: nobody reads on
-            try:
-                _write_all(self._descriptor, line)
-            except OSError as err:
-                kind = Kind.DISK_FULL if err.errno == errno.ENOSPC else Kind.UNAVAILABLE
-                raise StorageError(
-                    f"event log {self.path} cannot be written: {err.strerror}",
-                    kind=kind,
-                    hint="free space there, or point the events folder elsewhere",
-                ) from err
+            if self.lost:
+                line = encode_line(StampedEvent(at_ms, EventsLost(self.lost))) + line
+            left, err = _write_some(self._descriptor, self._rest)
+            self._rest = left
+            if err is None:
+                left, err = _write_some(self._descriptor, line)
+                begun = len(left) < len(line)
+                self._rest = left if begun else b""  # a line that was begun is finished later
+                self.lost = 0 if begun else self.lost + 1
+            else:
+                self.lost += 1
+            self.error = None if err is None else self._cannot(err)
+
+    def _cannot(self, err: OSError) -> StorageError:
+        return StorageError(
+            f"event log {self.path} cannot be written: {err.strerror}",
+            kind=Kind.DISK_FULL if err.errno == errno.ENOSPC else Kind.UNAVAILABLE,
+            hint="free space there, or point the events folder elsewhere",
+        )
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
@@ -204,7 +224,12 @@ def _typed(value: object, wanted: Any, where: str) -> Any:
     raise FormatError(f"field {where} has a value of the wrong type", kind=Kind.FIELD)
 
 
-def _write_all(descriptor: int, line: bytes) -> None:
-    left = memoryview(line)
+def _write_some(descriptor: int, data: bytes) -> tuple[bytes, OSError | None]:
+    """Write what can be written; return what is left, and why."""
+    left = data
     while left:
-        left = left[os.write(descriptor, left) :]
+        try:
+            left = left[os.write(descriptor, left) :]
+        except OSError as err:
+            return left, err
+    return left, None

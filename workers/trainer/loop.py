@@ -110,8 +110,8 @@ class Trainer:
                 self._dispatcher.deal(step)
                 dealt = step
             batch = self._dispatcher.collect(step, self._tick)
+            self._commit()  # the weights are about to change: what they were must exist first
             if ahead and step < self._settings.steps:
-                self._commit()
                 self._dispatcher.deal(step + 1)
                 dealt = step + 1
             self._learn(batch)
