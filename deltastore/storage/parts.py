@@ -73,16 +73,17 @@ def run_parts(
 ) -> None:
     """Run `work(first) .. work(count - 1)` on `pool`, at most `window` submitted at a time.
 
-    `meanwhile` runs on the calling thread once the first ones are on their way. The first failure
-    is raised after the parts in flight have ended; no other part is started.
+    `meanwhile` runs on the calling thread, as one of them, once the others are on their way. The
+    first failure is raised after the parts in flight have ended; no other part is started.
     """
     running: deque[Future[None]] = deque()
     indices = iter(range(first, count))
     try:
-        for index in islice(indices, window):
-            running.append(pool.submit(work, index))
+        beside = window if meanwhile is None else window - 1
+        running.extend(pool.submit(work, index) for index in islice(indices, beside))
         if meanwhile is not None:
             meanwhile()
+            running.extend(pool.submit(work, index) for index in islice(indices, 1))
         while running:
             running.popleft().result()
             running.extend(pool.submit(work, index) for index in islice(indices, 1))

@@ -112,6 +112,29 @@ def test_no_more_parts_than_the_window_are_submitted() -> None:
     assert most <= 3
 
 
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_what_runs_meanwhile_counts_as_one_of_them(window: int) -> None:
+    """With one stream the first part and the second are never in flight together."""
+    lock = threading.Lock()
+    now, most, done = 0, 0, []
+
+    def work(index: int) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        held.wait(0.01)
+        with lock:
+            now -= 1
+            done.append(index)
+
+    held = threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        run_parts(pool, 9, work, window=window, first=1, meanwhile=lambda: work(0))
+    assert sorted(done) == list(range(9))
+    assert most <= window
+
+
 def test_the_first_failure_ends_the_run_after_those_in_flight() -> None:
     """A failing part starts no further ones, and none is still running when it is raised."""
     started, ended = set(), set()
