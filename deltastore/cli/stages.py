@@ -30,7 +30,9 @@ def read_stages(
     hashes = {m.core.version: m.policy_hash for m in manifests}
     found: dict[int, VersionPublished] = {}
     for path in paths:
-        if not path.exists():
+        with typed_errors(path):
+            is_there = path.exists()
+        if not is_there:
             raise NotFoundError(
                 f"{str(path)!r} does not exist", kind=Kind.FILE_MISSING, hint="check --events"
             )

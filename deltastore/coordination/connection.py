@@ -210,7 +210,13 @@ def _check_database(url: str) -> None:
 
 def _check_files(url: str) -> None:
     """The client would say of a missing certificate that the server does not answer."""
-    for name, path in parse_qsl(urlsplit(url).query):
+    try:
+        query = urlsplit(url).query
+    except ValueError as err:
+        raise InvalidInputError(
+            f"this is not a Redis URL: {err}", kind=Kind.URL, hint="use redis://HOST:PORT/DB"
+        ) from err
+    for name, path in parse_qsl(query):
         if name in _FILES and not Path(path).is_file():
             raise InvalidInputError(
                 f"the Redis URL names {name}={path}: there is no such file",

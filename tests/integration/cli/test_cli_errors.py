@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from deltastore.coordination.redis import RedisCoordination
+from deltastore.errors import InvalidInputError, Kind
 from deltastore.storage.store import PutMode
 from deltastore.testing.checkpoints import TinyShape, tiny_checkpoint
+from deltastore.testing.clock import FakeClock
 from tests.integration.cli.cli_kit import Cli, documented, publish_three
 
 if TYPE_CHECKING:
@@ -241,3 +244,17 @@ def test_keys_are_not_written_over_a_folder(files: Cli) -> None:
     """A folder as the file of a key is in the way, also one without a name of its own."""
     for folder in (".", "/"):
         files.error(4, "output_exists", "keygen", folder)
+
+
+def test_an_event_log_of_an_impossible_name(files: Cli, old: Path) -> None:
+    """An event log whose name no file can have is bad input."""
+    files.json("init", files.url("r1"), "--checkpoint", old)
+    files.error(2, "name", "log", files.url("r1"), "--events", "x" * 300)
+
+
+def test_a_redis_url_that_is_none(files: Cli) -> None:
+    """An address without its closing bracket is refused by the command and by the library."""
+    files.error(2, "url", "status", "redis://[::1", "r1")
+    with pytest.raises(InvalidInputError) as caught:
+        RedisCoordination("redis://[::1", "r1", FakeClock())
+    assert caught.value.kind is Kind.URL
