@@ -66,9 +66,16 @@ class VersionFolders:
     def writing(self) -> Iterator[None]:
         """Be the one writer for the block, and remove what a killed one left.
 
-        Makes the folder. Raises LeaseError(lease_held) when another process writes there.
+        Makes the folder. Raises LeaseError(lease_held) when another process writes there, and
+        ConflictError(output_exists) when the folder holds something and was not made by this.
         """
         self.out.mkdir(parents=True, exist_ok=True)
+        if not (self.out / LOCK).exists() and any(self.out.iterdir()):
+            raise ConflictError(
+                f"{self.out} holds other files",
+                kind=Kind.OUTPUT_EXISTS,
+                hint="name a new or an empty folder for --out",
+            )
         with (self.out / LOCK).open("a") as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

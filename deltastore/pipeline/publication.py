@@ -6,15 +6,34 @@ exists after `result` has returned.
 
 from __future__ import annotations
 
+import operator
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
 
-from deltastore.errors import Kind, StorageError
+from deltastore.errors import InvalidInputError, Kind, StorageError
+from deltastore.format.canonical import MAX_JSON_INTEGER
 
 if TYPE_CHECKING:
     from deltastore.format.manifest import VersionManifest
+
+
+def check_step(step: int) -> int:
+    """The optimizer step as a plain int of 53 bits; InvalidInputError(setting) on anything else."""
+    try:
+        plain = operator.index(step)  # numpy's and torch's integers are welcome
+    except TypeError as err:
+        raise InvalidInputError(
+            f"step {step!r} is no whole number", kind=Kind.SETTING, hint="count optimizer steps"
+        ) from err
+    if not 0 <= plain <= MAX_JSON_INTEGER:
+        raise InvalidInputError(
+            f"step {plain} is not allowed",
+            kind=Kind.SETTING,
+            hint=f"count optimizer steps from 0 to {MAX_JSON_INTEGER}",
+        )
+    return plain
 
 
 class Publication:

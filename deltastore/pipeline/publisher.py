@@ -26,6 +26,7 @@ from deltastore.errors import (
     DeltastoreError,
     FormatError,
     IntegrityError,
+    InvalidInputError,
     Kind,
     LeaseError,
     NotFoundError,
@@ -40,7 +41,7 @@ from deltastore.pipeline.differ import Differ
 from deltastore.pipeline.draft import Draft, Writer, report_published
 from deltastore.pipeline.fanout import Fanout
 from deltastore.pipeline.outbox import Outbox
-from deltastore.pipeline.publication import Publication
+from deltastore.pipeline.publication import Publication, check_step
 from deltastore.pipeline.replay import Held, replay
 from deltastore.pipeline.replicator import Region, RegionLimits, RegionReplicator
 from deltastore.pipeline.whole import read_source, upload_whole
@@ -98,6 +99,7 @@ class Publisher:
         self._writer = Writer.above(head, signer=signer)
         self._fatal: LeaseError | None = None
         self._pending: Publication | None = None
+        self._closed = False
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._encoders = ThreadPoolExecutor(settings.encode_threads, thread_name_prefix="encode")
@@ -182,7 +184,8 @@ class Publisher:
         version covers this step too. The weights must not change before
         `Publication.wait_captured()` has returned.
 
-        Raises LeaseError when this writer has lost the run.
+        Raises LeaseError when this writer has lost the run, InvalidInputError when `step` is no
+        whole number of 53 bits, or the publisher is closed.
         """
         pending = self._pending
         if pending is not None and not pending.done():
@@ -202,6 +205,8 @@ class Publisher:
 
     def close(self) -> None:
         """Stop the threads. A version on its way is finished or fails; regions may be behind."""
+        with self._lock:
+            self._closed = True
         self._worker.shutdown(wait=True)
         self._differ.close()
         self._encoders.shutdown(wait=True)
@@ -223,14 +228,22 @@ class Publisher:
             # It failed, and was reported to whoever holds its handle: this one covers it.
 
     def _submit(self, step: int, *, check: bool = False) -> Publication:
+        step = check_step(step)
         with self._lock:
             if self._fatal is not None:
                 raise self._fatal
+            if self._closed:
+                raise InvalidInputError(
+                    "this publisher is closed",
+                    kind=Kind.SETTING,
+                    run=self._home.name,
+                    hint="open another one for the run",
+                )
             last = self._baseline.head.core.step_last
             publication = Publication(step)
             publication.cover_after(last)
             self._pending = publication
-        self._worker.submit(self._work, publication, check)
+            self._worker.submit(self._work, publication, check)
         return publication
 
     def _work(self, publication: Publication, check: bool) -> None:

@@ -134,3 +134,15 @@ def test_keeping_nothing_is_refused(tmp_path: Path) -> None:
     """At least the newest version stays."""
     with pytest.raises(InvalidInputError):
         VersionFolders(tmp_path, RUN, keep=0)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    """A folder that holds other files is refused before anything is written into it."""
+    (tmp_path / "config.json").write_text("{}")
+    with (
+        pytest.raises(ConflictError) as err,
+        VersionFolders(tmp_path, "0" * 32).writing(),
+    ):
+        pass
+    assert err.value.kind is Kind.OUTPUT_EXISTS
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

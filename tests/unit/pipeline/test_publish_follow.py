@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from deltastore.config import OnBacklog, PublisherSettings
@@ -296,3 +297,23 @@ class _GatedSource(HostSource):
             self.closed.set()
             self.opened.wait(60)
             yield SourceBox(box.tensor, box.box, box.bits)
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 53, 1.5, "3", None])
+def test_impossible_steps_are_refused_at_once(world, step):
+    """A step that no manifest can hold is refused before anything is sent, and the run goes on."""
+    publisher = world.publisher()
+    with pytest.raises(InvalidInputError) as err:
+        publisher.publish(step)
+    assert err.value.kind is Kind.SETTING
+    world.step(publisher, np.int64(7))
+    assert publisher.head.core.step_last == 7
+    publisher.close()
+
+
+def test_closed_publisher_says_so(world):
+    """Publishing after close is an error at the call, not a handle that never resolves."""
+    publisher = world.publisher()
+    publisher.close()
+    with pytest.raises(InvalidInputError, match="closed"):
+        publisher.publish(1)
