@@ -23,4 +23,4 @@ server=$!
 cd - >/dev/null
 "$python" tests/conformance/wait_for_s3.py "http://127.0.0.1:$port" any any || { cat "$work/log"; exit 1; }
 S3_ENDPOINT=http://127.0.0.1:$port S3_ACCESS_KEY=any S3_SECRET_KEY=any \
-  "$python" -m pytest -q tests/conformance/test_stores_outside.py
+  "$python" -m pytest -q -m outside tests/conformance/test_stores_outside.py

@@ -87,4 +87,4 @@ gateway=$!
   exit 1
 }
 S3_ENDPOINT=http://127.0.0.1:$port S3_ACCESS_KEY=$access S3_SECRET_KEY=$secret \
-  "$python" -m pytest -q tests/conformance/test_stores_outside.py
+  "$python" -m pytest -q -m outside tests/conformance/test_stores_outside.py
