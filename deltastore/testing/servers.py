@@ -144,7 +144,7 @@ class SeaweedServer(Server):
             f"-volume.port={volume}",
             f"-filer.port={filer}",
             # A bucket takes a volume, however small. By default there are as many as would all
-            # fit on the disk when full: one test run uses those of a small disk up (a put gives 500).
+            # fit on the disk when full: one test run may use them up, and then every put fails.
             f"-volume.max={_MOST_VOLUMES}",
             "-webdav=false",
             "-admin.ui=false",
