@@ -11,6 +11,7 @@ import os
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.observability.metrics import Metrics
     from deltastore.repository.run import Run
+    from deltastore.storage.retry import OnRetry
     from deltastore.storage.store import ObjectStore
     from workers.config import RegionConfig, WorkerConfig
 
@@ -87,7 +89,8 @@ def open_premises(config: WorkerConfig, worker: str) -> Iterator[Premises]:
             sink = both(sink, metrics)
         regions = {}
         for region in config.regions:
-            store = _open_store(region, clock)
+            on_retry = None if metrics is None else partial(metrics.retried, region.name)
+            store = _open_store(region, clock, on_retry)
             stack.callback(store.close)
             if metrics is not None:
                 store = metrics.metered(store, region.name, clock)
@@ -155,7 +158,7 @@ def _serve_metrics(config: WorkerConfig, stack: ExitStack) -> Metrics | None:
     return metrics
 
 
-def _open_store(region: RegionConfig, clock: Clock) -> ObjectStore:
+def _open_store(region: RegionConfig, clock: Clock, on_retry: OnRetry | None) -> ObjectStore:
     return open_store(
         region.url,
         endpoint_url=region.endpoint_url,
@@ -165,6 +168,7 @@ def _open_store(region: RegionConfig, clock: Clock) -> ObjectStore:
         secret_key=_secret(region.secret_key_env),
         streams=region.streams or DEFAULT_STREAMS,
         clock=clock,
+        on_retry=on_retry,
     )
 
 

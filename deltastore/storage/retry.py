@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Jitter: TypeAlias = Callable[[], float]
+OnRetry: TypeAlias = Callable[[DeltastoreError], None]
 """Random numbers in [0, 1)."""
 
 RETRYABLE = frozenset({Kind.UNAVAILABLE, Kind.THROTTLED, Kind.TIMEOUT})
@@ -64,11 +65,15 @@ def is_retryable(err: DeltastoreError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Retrier:
-    """A schedule with the clock and the jitter that it runs on."""
+    """A schedule with the clock and the jitter that it runs on.
+
+    `on_retry` is told of the error each time something is tried again.
+    """
 
     schedule: RetrySchedule
     clock: Clock
     jitter: Jitter
+    on_retry: OnRetry | None = None
 
     def run(self, attempt: Callable[[], T], progress: Callable[[], int] | None = None) -> T:
         """Call `attempt` until it returns, raises something final, or the schedule ends.
@@ -89,4 +94,6 @@ class Retrier:
                 failures += 1
                 if not is_retryable(err) or failures >= self.schedule.allowed(err):
                     raise
+                if self.on_retry is not None:
+                    self.on_retry(err)
             self.clock.sleep_s(self.schedule.delay_s(failures, self.jitter))

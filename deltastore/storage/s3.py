@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.clock import Clock, SystemClock
 from deltastore.errors import Kind, StorageError
-from deltastore.storage.retry import Jitter, Retrier
+from deltastore.storage.retry import Jitter, OnRetry, Retrier
 from deltastore.storage.rules import check_key, check_prefix, is_key
 from deltastore.storage.s3_calls import S3Calls, Switch
 from deltastore.storage.s3_client import ConnectionSource
@@ -38,6 +38,7 @@ class S3Store:
     Args:
         settings: the bucket and how to use it.
         jitter: random numbers in [0, 1) that spread retries out.
+        on_retry: told of the error each time a request is made again.
     """
 
     def __init__(
@@ -46,11 +47,15 @@ class S3Store:
         *,
         clock: Clock | None = None,
         jitter: Jitter | None = None,
+        on_retry: OnRetry | None = None,
     ) -> None:
         self._settings = settings
         self._source = ConnectionSource(settings)
         retrier = Retrier(
-            settings.retry, clock or SystemClock(), jitter or random.SystemRandom().random
+            settings.retry,
+            clock or SystemClock(),
+            jitter or random.SystemRandom().random,
+            on_retry,
         )
         self._calls = S3Calls(settings, self._source, retrier, Switch(settings.checksums))
         self._reader = S3Reader(self._calls)

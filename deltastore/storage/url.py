@@ -18,6 +18,7 @@ from deltastore.storage.s3_settings import S3Settings
 
 if TYPE_CHECKING:
     from deltastore.clock import Clock
+    from deltastore.storage.retry import OnRetry
     from deltastore.storage.store import ObjectStore
 
 _USE = "use s3://bucket/prefix or file:///folder"
@@ -36,6 +37,7 @@ def open_store(
     part_bytes: int = 8 * MIB,
     checksums: bool = False,
     clock: Clock | None = None,
+    on_retry: OnRetry | None = None,
 ) -> ObjectStore:
     """The store at `url`: `s3://bucket/prefix`, `file:///folder`, or any other fsspec URL.
 
@@ -58,6 +60,7 @@ def open_store(
                 checksums=checksums,
             ),
             clock=clock,
+            on_retry=on_retry,
         )
     if parts.scheme == "file":
         return FileStore(_folder(url, parts))

@@ -12,6 +12,7 @@ from deltastore.errors import ConflictError, Kind, StorageError
 from deltastore.storage.retry import RetrySchedule
 from deltastore.storage.store import PutMode, PutOutcome
 from deltastore.storage.transfer import Uploader
+from deltastore.storage.url import open_store
 from deltastore.testing.clock import FakeClock
 from deltastore.testing.s3_proxy import Before, DropRequest, DropResponse, Reply, S3Proxy
 
@@ -330,3 +331,23 @@ def test_a_large_put_copies_no_more_than_its_parts_in_flight(
     finally:
         tracemalloc.stop()
     assert peak_bytes <= 2 * PART + 4 * MIB
+
+
+def test_retries_are_told_with_their_cause(
+    s3_server: SeaweedServer, s3_bucket: str, proxy: S3Proxy
+) -> None:
+    """Whoever asked is told of every request that is made again, and why; successes are silent."""
+    told: list[Kind] = []
+    store = open_store(
+        f"s3://{s3_bucket}",
+        endpoint_url=proxy.endpoint,
+        access_key=s3_server.access_key,
+        secret_key=s3_server.secret_key,
+        clock=FakeClock(),
+        on_retry=lambda err: told.append(err.kind),
+    )
+    proxy.add("PUT", "/k", Reply(503, "SlowDown"), times=2)
+    store.put("k", b"body", mode=PutMode.CREATE)
+    assert store.get("k") == b"body"
+    store.close()
+    assert told == [Kind.THROTTLED, Kind.THROTTLED]
