@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from deltastore.clock import Clock
 
 T = TypeVar("T")
-Jitter: TypeAlias = Callable[[], float]
 OnRetry: TypeAlias = Callable[[DeltastoreError], None]
+"""Is told of the error each time something is tried again."""
+Jitter: TypeAlias = Callable[[], float]
 """Random numbers in [0, 1)."""
 
 RETRYABLE = frozenset({Kind.UNAVAILABLE, Kind.THROTTLED, Kind.TIMEOUT})
