@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, Phase, settings
 from moto.server import ThreadedMotoServer
 
 from deltastore.testing.servers import RedisServer, SeaweedServer
+
+# A shell that starts the tests in the background has them ignore SIGINT, and what they start too:
+# the tests of Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -248,14 +248,17 @@ def test_follow_goes_on(files: Cli, old: Path, new: Path, newer: Path, tmp_path:
         env=dict(os.environ),
     ) as process:
         assert process.stdout is not None
-        for version, source in enumerate((old, new, newer)):
-            if version:
-                files.json("publish", url, source, "--step", str(version))
-            document = json.loads(process.stdout.readline())
-            assert (document["version"], document["new"]) == (version, True)
-            assert tensors(tmp_path / "serving" / "latest") == tensors(source)
-        process.send_signal(2)
-        assert process.wait(60) == 130
+        try:
+            for version, source in enumerate((old, new, newer)):
+                if version:
+                    files.json("publish", url, source, "--step", str(version))
+                document = json.loads(process.stdout.readline())
+                assert (document["version"], document["new"]) == (version, True)
+                assert tensors(tmp_path / "serving" / "latest") == tensors(source)
+            process.send_signal(2)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
 
 
 def test_follow_only_prints(shared: Cli) -> None:
