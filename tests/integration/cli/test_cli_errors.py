@@ -234,7 +234,7 @@ def test_a_step_that_no_reader_takes_commits_nothing(files: Cli, old: Path, new:
     """A step beyond 53 bits is refused: committed, it would lock everybody out of the run."""
     url = files.url("r1")
     files.json("init", url, "--checkpoint", old)
-    files.error(2, "field", "publish", url, new, "--step", str(1 << 53))
+    files.error(2, "setting", "publish", url, new, "--step", str(1 << 53))
     assert files.json("log", url)["head"] == 0
     assert files.json("publish", url, new, "--step", str((1 << 53) - 1))["version"]["version"] == 1
     assert files.json("verify", url, "--deep")["ok"]
