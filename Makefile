@@ -4,6 +4,7 @@
 #   make lint       ruff, mypy, import floors
 #   make test       all tests but the slow ones, on real servers
 #   make test-slow  the slow ones
+#   make env-vllm, test-vllm   vLLM's own environment, and the tests that run the real engine
 #   make test-radosgw, test-ministack   the stores' suite on servers that are not in the environment
 #   make demo       the whole loop on this machine: LR=1e-6 STEPS=16 ENGINE=transformers
 #   make chaos      ten minutes of faults on real processes: MINUTES=10 SEED=1
@@ -13,6 +14,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 LR ?= 3e-5
 STEPS ?= 16
 MINUTES ?= 10
@@ -24,9 +27,10 @@ PYTEST_FLAGS ?=
 
 ENV_STAMP := $(VENV)/.env-stamp
 WARM_STAMP := $(VENV)/.warm-stamp
+VLLM_STAMP := $(VLLM_VENV)/.env-stamp
 KERNELS := $(wildcard deltastore/format/kernels*.py)
 
-.PHONY: env lint test test-slow test-radosgw test-ministack demo chaos clean
+.PHONY: env env-vllm lint test test-slow test-vllm test-radosgw test-ministack demo chaos clean
 .DELETE_ON_ERROR:
 
 env: $(WARM_STAMP)
@@ -49,6 +53,17 @@ $(WARM_STAMP): $(ENV_STAMP) $(KERNELS)
 	$(BIN)/python -c 'from deltastore.format import kernels; kernels.warm_up()'
 	@touch $@
 
+# vLLM has an environment of its own: it pins what everything else here leaves open.
+env-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps -r constraints-vllm.txt
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(VLLM_BIN)/python -c 'from deltastore.format import kernels; kernels.warm_up()'
+	@touch $@
+
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,6 +72,10 @@ lint: env
 
 test: env
 	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
+
+# Engines are started one at a time: two of them on two cores slow each other down.
+test-vllm: env-vllm
+	$(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm $(PYTEST_FLAGS)
 
 test-slow: env
 	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -q -m slow $(PYTEST_FLAGS)
@@ -75,6 +94,6 @@ bench-%: env
 	$(BIN)/python -m benchmarks.$*
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf deltastore.egg-info
 	find deltastore workers tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

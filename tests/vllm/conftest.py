@@ -1,0 +1,17 @@
+"""The real engine, in its own environment: elsewhere nothing here is even collected."""
+
+import importlib.util
+import os
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+# Before vllm is imported, here and in the processes it starts.
+for _name, _value in {
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first generation compiles for 23 s
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # tests with processes say so themselves
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}.items():
+    os.environ.setdefault(_name, _value)
