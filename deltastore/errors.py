@@ -69,6 +69,10 @@ class Kind(StrEnum):
     ROLLED_BACK = "rolled_back"
     POISONED = "poisoned"
     NOT_STAGED = "not_staged"
+    VOTE_TIMEOUT = "vote_timeout"
+    ENGINE = "engine"
+    ENGINE_TIMEOUT = "engine_timeout"
+    CACHE_RESET = "cache_reset"
     # InvalidInputError
     NAME = "name"
     VERSION = "version"
@@ -83,6 +87,7 @@ class Kind(StrEnum):
     PAYLOAD = "payload"
     BACKLOG = "backlog"
     RANGE = "range"
+    ENGINE_VERSION = "engine_version"
 
 
 class DeltastoreError(Exception):

@@ -64,7 +64,7 @@ def load_state(checkpoint: Checkpoint, layout: Layout) -> BitState:
     IntegrityError(alias_drift) when it stores both names of a tied tensor with different bits.
     """
     arrays: list[Bits] = [np.empty(s.elements, s.dtype.bits_dtype) for s in layout.tensors]
-    with _Reader(checkpoint, layout) as reader:
+    with CheckpointReader(checkpoint, layout) as reader:
         for tensor, bits in enumerate(arrays):
             for start in range(0, bits.size, MAX_BOX_ELEMENTS):
                 reader.read(tensor, start, bits[start : start + MAX_BOX_ELEMENTS])
@@ -83,7 +83,7 @@ class DirectorySource:
 
     def boxes(self, layout: Layout) -> Iterator[SourceBox]:
         """Flat runs of at most 2^22 elements, in layout order; raises what `load_state` raises."""
-        with _Reader(self.checkpoint, layout) as reader:
+        with CheckpointReader(self.checkpoint, layout) as reader:
             for tensor, spec in enumerate(layout.tensors):
                 for start in range(0, spec.elements, MAX_BOX_ELEMENTS):
                     count = min(MAX_BOX_ELEMENTS, spec.elements - start)
@@ -92,8 +92,12 @@ class DirectorySource:
                     yield SourceBox(tensor, Box.run(start, count), bits)
 
 
-class _Reader:
-    """Runs of a layout's tensors out of a checkpoint's files; compares all copies of tied ones."""
+class CheckpointReader:
+    """Runs of a layout's tensors out of a checkpoint's files; compares all copies of tied ones.
+
+    A context manager: files are open inside it. Raises InvalidInputError (tensor_names,
+    tensor_shape, tensor_dtype) when the checkpoint is of another layout.
+    """
 
     def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
         stored = {name: (s, t) for s in checkpoint.shards for name, t in s.header.tensors.items()}
@@ -113,11 +117,19 @@ class _Reader:
         self._files: dict[str, FileIO] = {}
         self._open = ExitStack()
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._open.close()
+
+    def tensor(self, position: int) -> Bits:
+        """All patterns of the tensor at that position of the layout, flat."""
+        spec = self._layout.tensors[position]
+        bits: Bits = np.empty(spec.elements, spec.dtype.bits_dtype)
+        for start in range(0, bits.size, MAX_BOX_ELEMENTS):
+            self.read(position, start, bits[start : start + MAX_BOX_ELEMENTS])
+        return bits
 
     def read(self, tensor: int, start: int, out: Bits) -> None:
         """Fill `out` with the patterns of a tensor from element `start`."""
