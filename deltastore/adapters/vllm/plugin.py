@@ -1,0 +1,128 @@
+"""A backend that must be switched on by hand in every process is missing in one: a plugin does it.
+
+vLLM calls `register` in every process it has, some of them more than once. In each it
+  - registers the weight transfer backend "deltastore" (a refusal, where vLLM is not supported);
+  - gives every worker `deltastore_status` and `deltastore_re_anchor`;
+  - and, for engines whose backend it is, and no others: loads the model without packing weights on
+    CPUs, says at which version the engine serves (`weight_marker.py`), tells the backend when the
+    engine sleeps.
+An engine that does not use the backend runs as if this package were not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from deltastore.adapters.vllm.prepacking import on_cpu, unpacked_weights
+from deltastore.adapters.vllm.versions import find_facts, refusal
+from deltastore.adapters.vllm.weight_marker import mark_weights
+from deltastore.errors import InvalidInputError, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BACKEND = "deltastore"
+_DONE = "_deltastore_registered"
+
+
+def register() -> None:
+    """The entry point of `vllm.general_plugins`. Idempotent."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if getattr(WeightTransferEngineFactory, _DONE, False):
+        return
+    setattr(WeightTransferEngineFactory, _DONE, True)
+    if refusal(find_facts()) is not None:
+        module = "deltastore.adapters.vllm.versions"
+        WeightTransferEngineFactory.register_engine(BACKEND, module, "refused_engine")
+        return
+    module = "deltastore.adapters.vllm.backend"
+    WeightTransferEngineFactory.register_engine(BACKEND, module, "DeltastoreEngine")
+    if on_cpu():
+        _claim_tiles()
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    _extend_worker(WorkerBase)
+    mark_weights(EngineCore, uses_backend)
+
+
+def uses_backend(vllm_config: Any) -> bool:
+    """Whether an engine's weights come through this backend."""
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    return transfer is not None and transfer.backend == BACKEND
+
+
+def _claim_tiles() -> None:
+    """Ask the kernel for the tile registers, which vLLM's kernels on x86 use unasked."""
+    import torch
+
+    torch.cpu._init_amx()
+
+
+def _extend_worker(worker_class: Any) -> None:
+    worker_class.deltastore_status = _status
+    worker_class.deltastore_re_anchor = _re_anchor
+    before = worker_class.__init__
+
+    @functools.wraps(before)
+    def init(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        before(self, vllm_config, *arguments, **named)
+        if uses_backend(vllm_config):
+            _prepare(self)
+
+    worker_class.__init__ = init
+
+
+def _prepare(worker: Any) -> None:
+    """Wrap what this one worker does to its weights."""
+    load = worker.load_model
+
+    @functools.wraps(load)
+    def load_model(*arguments: Any, **named: Any) -> None:
+        with unpacked_weights():
+            load(*arguments, **named)
+
+    worker.load_model = load_model
+    if not on_cpu():  # where vLLM ignores both
+        worker.sleep = _telling(worker, worker.sleep, "fell_asleep")
+        worker.wake_up = _telling(worker, worker.wake_up, "woke_up")
+
+
+def _telling(worker: Any, call: Callable[..., Any], method: str) -> Callable[..., Any]:
+    """`call`, after which the backend is told with the same arguments."""
+
+    @functools.wraps(call)
+    def told(*arguments: Any, **named: Any) -> Any:
+        answer = call(*arguments, **named)
+        getattr(worker.weight_transfer_engine, method)(*arguments, **named)
+        return answer
+
+    return told
+
+
+def _engine_of(worker: Any) -> Any:
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if engine is None or not uses_backend(worker.vllm_config):
+        raise InvalidInputError(
+            "this engine's weights do not come from deltastore",
+            kind=Kind.SETTING,
+            hint='start it with --weight-transfer-config \'{"backend": "deltastore"}\'',
+        )
+    return engine
+
+
+def _status(self: Any) -> dict[str, Any]:
+    """What this rank says of itself; see `DeltastoreEngine.status`."""
+    found: dict[str, Any] = _engine_of(self).status()
+    return found
+
+
+def _re_anchor(self: Any) -> None:
+    """Write the newest version whole, from the bucket; on every rank at once, while paused."""
+    from vllm.config import set_current_vllm_config
+
+    engine = _engine_of(self)
+    with set_current_vllm_config(self.vllm_config):
+        engine.re_anchor()

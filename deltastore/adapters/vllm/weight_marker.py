@@ -1,0 +1,108 @@
+"""Tokens that name a version whose weights never were are believed: the marker is what ranks prove.
+
+The engine core's weight version is set to "version:policy-hash" after every call that may have
+changed weights, from what all worker ranks say of themselves: for `LLM`, `AsyncLLM` and the API
+server alike. When ranks are in doubt, or do not agree, it says "poisoned", takes no new request, is
+kept from stepping, and is not resumed, until they agree again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from deltastore.errors import ApplyError, Kind
+from deltastore.pipeline.engine_control import RankStatus, agreed, doubt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+POISONED = "poisoned"
+MOVING = frozenset(
+    {
+        "init_weight_transfer_engine",
+        "update_weights",
+        "finish_weight_update",
+        "deltastore_re_anchor",
+    }
+)
+"""Calls of workers after which an engine may be at another version, or in doubt."""
+
+
+def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
+    """Have the cores of engines that use the backend keep their weight version true."""
+    call, resume, add = (
+        core_class.collective_rpc,
+        core_class.resume_scheduler,
+        core_class.preprocess_add_request,
+    )
+
+    @functools.wraps(call)
+    def collective_rpc(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        if not (isinstance(method, str) and method in MOVING and uses_backend(self.vllm_config)):
+            return call(self, method, *arguments, **named)
+        try:
+            answers = call(self, method, *arguments, **named)
+        except Exception as err:
+            _mark_after(err, self, call)
+            raise
+        _mark(self, call)
+        return answers
+
+    @functools.wraps(resume)
+    def resume_scheduler(self: Any) -> None:
+        if uses_backend(self.vllm_config):
+            _mark(self, call)
+            _refuse_in_doubt(self)
+        resume(self)
+
+    @functools.wraps(add)
+    def preprocess_add_request(self: Any, *arguments: Any, **named: Any) -> Any:
+        _refuse_in_doubt(self)
+        return add(self, *arguments, **named)
+
+    core_class.collective_rpc = collective_rpc
+    core_class.resume_scheduler = resume_scheduler
+    core_class.preprocess_add_request = preprocess_add_request
+
+
+def _mark(core: Any, call: Callable[..., Any]) -> None:
+    """Ask all ranks where they are, and say so."""
+    statuses = [RankStatus.parse(row) for row in call(core, "deltastore_status")]
+    if all(one.active is None and not one.poisoned for one in statuses):
+        return  # it does not follow yet
+    active = agreed(statuses)
+    _keep_from_stepping(core, doubt(statuses))
+    core.set_weight_version(POISONED if active is None else str(active))
+
+
+def _mark_after(err: Exception, core: Any, call: Callable[..., Any]) -> None:
+    """The same after a failure, which stays the one that is reported."""
+    try:
+        _mark(core, call)
+    except Exception as second:  # noqa: BLE001 - the first one is raised, with this as its note
+        _keep_from_stepping(core, f"the ranks do not say where they are: {second}")
+        core.set_weight_version(POISONED)
+        err.add_note(f"afterwards the ranks did not say where they are: {second}")
+
+
+def _keep_from_stepping(core: Any, reason: str) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    before = getattr(core, "_deltastore_doubt", "")
+    core._deltastore_doubt = reason
+    if reason and not before:
+        core._deltastore_paused_from = core.scheduler.pause_state
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    elif before and not reason:
+        core.scheduler.set_pause_state(core._deltastore_paused_from)
+
+
+def _refuse_in_doubt(core: Any) -> None:
+    reason = getattr(core, "_deltastore_doubt", "")
+    if reason:
+        raise ApplyError(
+            f"the engine does not serve: {reason}",
+            kind=Kind.POISONED,
+            hint="re-anchor it: collective_rpc('deltastore_re_anchor')",
+        )
