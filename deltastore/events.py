@@ -133,6 +133,44 @@ class ActivationFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SafePointPassed(Event):
+    """An engine serves another version: paused, written, caches reset, resumed.
+
+    `pause_s` runs until no forward pass is in flight (with mode `wait`, until requests have ended);
+    in `write_s`, `reset_s` and `resume_s` none can run.
+    """
+
+    actor: str
+    base_version: int
+    version: int
+    policy_hash: str
+    mode: str
+    pause_s: float
+    write_s: float
+    reset_s: float
+    resume_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHeld(Event):
+    """An engine is out of rotation: paused, and its health says so. `version` is what it served."""
+
+    actor: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReleased(Event):
+    """An engine that was held serves again."""
+
+    actor: str
+    version: int
+    policy_hash: str
+    held_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ActorJoined(Event):
     """An actor reached a version from what it held, `via` says from what."""
 
