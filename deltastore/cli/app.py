@@ -27,6 +27,7 @@ from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
     Version,
 )
 from deltastore.cli.output import Output
+from deltastore.cli.stage import stage
 from deltastore.cli.upkeep import follow, keygen, maintain, verify
 
 app = typer.Typer(
@@ -275,5 +276,5 @@ def probe(
     probe_url(store_url, connection, rounds=rounds, output=Output(as_json))
 
 
-for _command in (verify, maintain, follow, keygen, status):
+for _command in (verify, maintain, follow, stage, keygen, status):
     app.command()(_command)

@@ -18,7 +18,7 @@ from deltastore.cli.group import error_document
 from deltastore.errors import ConflictError, Kind
 
 COMMANDS = ["diff", "apply", "init", "publish", "log", "show", "replay", "probe", "verify"]
-COMMANDS += ["maintain", "follow", "keygen"]
+COMMANDS += ["maintain", "follow", "stage", "keygen"]
 START = "from deltastore.cli import main; main()"
 ERROR_KEYS = ["kind", "class", "message", "run", "version", "key", "hint", "exit_code"]
 

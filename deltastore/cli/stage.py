@@ -1,0 +1,70 @@
+"""A host without a stager downloads once per rank: `stage` is the host's stager as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - the framework evaluates annotations at run time
+from typing import Annotated
+
+import typer
+
+from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
+    AccessKeyEnv,
+    AsJson,
+    EndpointUrl,
+    Profile,
+    Region,
+    RunUrl,
+    SecretKeyEnv,
+    Streams,
+    TrustedKeysFile,
+)
+from deltastore.cli.output import Output
+
+
+def stage(
+    run_url: RunUrl,
+    folder: Annotated[
+        Path,
+        typer.Option("--folder", metavar="DIR", help="Where the ranks of this host look for it."),
+    ],
+    stage_max_bytes: Annotated[
+        int, typer.Option("--stage-max-bytes", min=1, help="Most bytes of updates in DIR.")
+    ] = 2 << 30,
+    poll_s: Annotated[
+        float, typer.Option("--poll-s", min=0.05, help="Seconds between looks.")
+    ] = 1.0,
+    until_stdin_ends: Annotated[
+        bool,
+        typer.Option(
+            "--until-stdin-ends", help="End when stdin is closed: with the process that started it."
+        ),
+    ] = False,
+    trusted_keys: TrustedKeysFile = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    access_key_env: AccessKeyEnv = None,
+    secret_key_env: SecretKeyEnv = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch, verify and decode each new version once for all engines of this host."""
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.keys import read_trusted
+    from deltastore.cli.staging import Staging, stage_run
+    from deltastore.config import FollowerSettings
+
+    hinted_s = max(FollowerSettings().poll_hinted_s, poll_s)
+    staging = Staging(
+        folder=folder.absolute(),
+        settings=FollowerSettings(
+            streams=streams,
+            poll_min_s=poll_s,
+            poll_hinted_s=hinted_s,
+            stage_max_bytes=stage_max_bytes,
+        ),
+        until_stdin_ends=until_stdin_ends,
+        trusted=read_trusted(trusted_keys),
+    )
+    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    stage_run(run_url, connection, staging, Output(as_json))

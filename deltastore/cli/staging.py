@@ -1,0 +1,97 @@
+"""A stager that outlives its engine stages for nobody: one that an engine started ends with it.
+
+SIGTERM and a closed stdin end it after the request in flight, with exit code 0; its updates are
+removed, and what a rank has mapped stays readable to it. A store that does not answer does not end
+it: the ranks are told, and it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deltastore.cli.files import typed_errors
+from deltastore.cli.output import one_line, size_text
+from deltastore.clock import SystemClock
+from deltastore.events import Event, VersionStaged
+from deltastore.pipeline.stager import Stager
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deltastore.cli.connection import Connection
+    from deltastore.cli.output import Document, Output
+    from deltastore.config import FollowerSettings
+    from deltastore.format.signing import TrustedKeys
+
+NAME = "stager"
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How to stage.
+
+    Args:
+        folder: where the stager meets the ranks of its host.
+        until_stdin_ends: whether a closed stdin ends it.
+    """
+
+    folder: Path
+    settings: FollowerSettings
+    until_stdin_ends: bool = False
+    trusted: TrustedKeys | None = None
+
+
+def stage_run(run_url: str, connection: Connection, staging: Staging, output: Output) -> None:
+    """Stage a run for this host until told to stop.
+
+    Raises InvalidInputError(lease_held) when the folder has its stager, and what opening the run
+    raises.
+    """
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_signal: stopping.set())
+    if staging.until_stdin_ends:
+        threading.Thread(target=_watch_stdin, args=(stopping,), name="stdin", daemon=True).start()
+    with connection.run(run_url, streams=staging.settings.streams) as run:
+        document: Document = {"run": run.name, "folder": str(staging.folder), "version": None}
+        document |= {"read_bytes": 0, "nnz": 0, "seconds": 0.0}
+
+        def tell(event: Event) -> None:
+            if isinstance(event, VersionStaged):
+                row = {"version": event.version, "read_bytes": event.size_bytes, "nnz": event.nnz}
+                _emit(document | row | {"seconds": round(event.stage_s, 3)}, output)
+
+        with typed_errors(staging.folder):
+            stager = Stager(
+                run,
+                staging.folder,
+                name=NAME,
+                clock=SystemClock(),
+                settings=staging.settings,
+                sink=tell,
+            )
+        _emit(document, output)
+        stager.run(stopping)
+
+
+def _watch_stdin(stopping: threading.Event) -> None:
+    while os.read(0, 1 << 12):
+        continue  # what it says is of no interest, only that it ends
+    stopping.set()
+
+
+def _emit(document: dict[str, Any], output: Output) -> None:
+    if output.as_json:
+        text = json.dumps(document, ensure_ascii=True, allow_nan=False)
+    elif document["version"] is None:
+        text = one_line(f"{document['run']}: staging in {document['folder']}")
+    else:
+        size, seconds = size_text(document["read_bytes"]), document["seconds"]
+        text = f"version {document['version']}: {document['nnz']} changes, {size}, {seconds} s"
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,106 @@
+"""The stager of a host as a command, in a process of its own, as an engine starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from deltastore.adapters.safetensors_dir import load_state, scan_checkpoint
+from deltastore.clock import SystemClock
+from deltastore.pipeline.applier import Applier
+from deltastore.pipeline.host import HostTarget
+from deltastore.pipeline.spool import SpoolFolder, is_locked
+from deltastore.pipeline.stager_rank import StagedFeed
+from deltastore.repository.fetch import load_manifest
+from deltastore.repository.points import ActiveVersion
+from deltastore.repository.run import open_run
+from tests.integration.cli.cli_kit import Cli, documented
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from deltastore.pipeline.staged import StagedUpdate
+
+
+@contextmanager
+def staging(*words: str | Path) -> Iterator[Any]:
+    """`deltastore stage` with pipes on stdin and stdout; its first line has been read."""
+    command = [sys.executable, "-m", "deltastore.cli", "stage", *map(str, words), "--json"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ready = json.loads(process.stdout.readline())
+            assert list(ready) == documented("stage")
+            assert (ready["run"], ready["version"]) == ("r1", None)
+            yield process
+        finally:
+            process.kill()
+
+
+def _taken(feed: StagedFeed) -> StagedUpdate:
+    """What is staged next, however long the stager takes to write it."""
+    while feed.staged() is None:
+        feed.catch_up()  # ends at once when the stager knows of nothing newer, yet
+    update = feed.take()
+    assert update is not None
+    return update
+
+
+def test_stage_feeds_the_ranks_of_its_host(
+    files: Cli, old: Path, new: Path, newer: Path, tmp_path: Path
+) -> None:
+    """Two versions are staged by the command for a rank of another process, which lands on the
+    newest checkpoint's bits; a second stager for the folder is refused; a closed stdin ends it."""
+    url, folder = files.url("r1"), tmp_path / "spool"
+    files.json("init", url, "--checkpoint", old)
+    run = open_run(files.store(), "r1")
+    zero = ActiveVersion.of(load_manifest(run, 0))
+    clock = SystemClock()
+    target = HostTarget(load_state(scan_checkpoint(old), run.layout))
+    words = [url, "--folder", folder, "--poll-s", "0.05"]
+    with staging(*words, "--until-stdin-ends") as process:
+        files.error(2, "lease_held", "stage", *words)
+        feed = StagedFeed(folder, run.layout, zero, rank="a-0", clock=clock, catch_up_s=30)
+        applier = Applier(target, zero, name="a", clock=clock)
+        for version, source in enumerate((new, newer), 1):
+            files.json("publish", url, source, "--step", str(version))
+            row = json.loads(process.stdout.readline())
+            assert (row["version"], row["read_bytes"] > 0) == (version, True)
+            update = _taken(feed)
+            assert applier.activate(update).version == version
+            wanted = load_state(scan_checkpoint(source), run.layout)
+            assert all(
+                bytes(a) == bytes(b)
+                for a, b in zip(target.state.arrays, wanted.arrays, strict=True)
+            )
+        process.stdin.close()
+        assert process.wait(30) == 0
+        feed.stop()
+    assert not is_locked(SpoolFolder(folder).stager_lock)
+    assert list(SpoolFolder(folder).updates.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(15, 0), (2, 130)])
+def test_stage_ends_cleanly(files: Cli, old: Path, tmp_path: Path, number: int, code: int) -> None:
+    """SIGTERM ends it with 0 and Ctrl-C with 130, and the folder is free for the next one."""
+    url, folder = files.url("r1"), tmp_path / "spool"
+    files.json("init", url, "--checkpoint", old)
+    for _ in range(2):
+        with staging(url, "--folder", folder) as process:
+            process.send_signal(number)
+            assert process.wait(30) == code
+
+
+def test_stage_needs_a_run(files: Cli, tmp_path: Path) -> None:
+    """A run that is not there is an error of its own, and nothing is staged."""
+    files.error(3, "run_missing", "stage", files.url("none"), "--folder", tmp_path / "spool")
+    assert not (tmp_path / "spool").exists()
