@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,8 @@ class EngineSettings:
         if self.folder is not None:
             return Path(self.folder).absolute()
         parent = Path(tempfile.gettempdir()) / f"deltastore-{os.getuid()}"
-        parent.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            parent.mkdir(mode=0o700)
         found = parent.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise InvalidInputError(
