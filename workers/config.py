@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get
 from deltastore.config import require
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.ids import check_name
+from workers.vllm_settings import VLLM_DEFAULTS, VllmSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 MAX_CONFIG_BYTES = 1 << 20
+TRANSFORMERS, VLLM = "transformers", "vllm"
+ENGINES = (TRANSFORMERS, VLLM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class ActorConfig:
 
     actor_id: str
     region: str
-    engine: str = "transformers"
+    engine: str = TRANSFORMERS
     leases_at_once: int = 2  # decoded as one batch
     lease_s: float = 60.0  # asked for while its own speed is unknown, and at most
     min_lease_s: float = (
@@ -122,12 +125,13 @@ class ActorConfig:
     catch_up_s: float = 180.0  # to the version a stop asks for
     leave_poisoned_after: int = 3  # re-anchorings in a row before it gives up
     stager_folder: str | None = None  # of this host's stager; None: the actor fetches by itself
+    vllm: VllmSettings = VLLM_DEFAULTS  # for that engine
 
     def __post_init__(self) -> None:
         check_name(self.actor_id, "actor id")
         require(self.actor_id != "trainer", "actor_id", self.actor_id, "that is the trainer's name")
         check_name(self.region, "region")
-        check_name(self.engine, "engine")
+        require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
         _whole(self, "leases_at_once", 1, 64)
         _whole(self, "leave_poisoned_after", 1, 64)
         _positive(self, "lease_s", "max_lease_s", "heartbeat_ttl_s", "idle_s", "drain_max_s")

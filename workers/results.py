@@ -2,8 +2,9 @@
 
 A result is one safetensors file: `tokens` int32 [samples, width], `logprobs` float32 of the same
 shape, `lengths` int32 [samples]; width is the longest sample, places beyond a sample's length are
-0. Its metadata says whose it is: lease, actor, version, policy hash, seed. There is exactly one
-text per result: a reader encodes what it understood and compares.
+0. Its metadata says whose it is: lease, actor, seed, and the version and policy hash of its first
+token and of its last. There is exactly one text per result: a reader encodes what it understood and
+compares.
 """
 
 from __future__ import annotations
@@ -24,32 +25,58 @@ if TYPE_CHECKING:
 
     from workers.sampling import Sampling
 
-FORMAT = "deltastore-result/1"
+FORMAT = "deltastore-result/2"
 MAX_RESULT_BYTES = 64 << 20
 MAX_HEADER_BYTES = 4096
 LOGPROB_SLACK = 1e-3  # a log-softmax in float32 may end a rounding above 0
-_META = ("format", "job_id", "token", "actor_id", "version", "policy_hash", "seed")
+_META = (
+    "format",
+    "job_id",
+    "token",
+    "actor_id",
+    "version",
+    "policy_hash",
+    "end_version",
+    "end_policy_hash",
+    "seed",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Whose a result is: every rollout names its lease, actor, version and policy hash."""
+    """Whose a result is: every rollout names its lease, actor, version and policy hash.
+
+    Args:
+        version, policy_hash: what the lease is bound to, and the first token was sampled at.
+        end_version, end_policy_hash: what the last token was sampled at; the same, or the trainer
+            refuses it.
+    """
 
     job_id: str
     token: str
     actor_id: str
     version: int
     policy_hash: str
+    end_version: int
+    end_policy_hash: str
     seed: int
 
     def __post_init__(self) -> None:
         check_name(self.job_id, "job id")
         check_name(self.actor_id, "actor id")
         check_version(self.version)
-        if not is_token(self.token) or not is_sha256(self.policy_hash):
+        check_version(self.end_version)
+        hashes = is_sha256(self.policy_hash) and is_sha256(self.end_policy_hash)
+        if not is_token(self.token) or not hashes:
             raise InvalidInputError("token or policy hash is malformed", kind=Kind.PAYLOAD)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 53:
             raise InvalidInputError(f"seed {self.seed!r} is not allowed", kind=Kind.PAYLOAD)
+
+    @property
+    def crossed(self) -> bool:
+        """Whether the weights changed between its first token and its last."""
+        begin = self.version, self.policy_hash
+        return begin != (self.end_version, self.end_policy_hash)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

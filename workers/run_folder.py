@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.format.fingerprint import Fingerprint
+    from deltastore.pipeline.engine_control import ServedVersion
     from deltastore.repository.points import ActiveVersion
 
 TRAINER = "trainer"  # the trainer's name as a worker
@@ -39,7 +40,9 @@ class FinalReport:
     fingerprint: str
 
     @classmethod
-    def of(cls, worker: str, active: ActiveVersion, fingerprint: Fingerprint) -> FinalReport:
+    def of(
+        cls, worker: str, active: ActiveVersion | ServedVersion, fingerprint: Fingerprint
+    ) -> FinalReport:
         """The report of a worker at `active` whose live weights have that fingerprint."""
         return cls(worker, active.version, active.policy_hash, str(fingerprint))
 

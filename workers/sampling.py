@@ -60,6 +60,10 @@ class Sampling:
         """The share of probability that is kept."""
         return self.top_p_milli / MILLI
 
+    def sample_seed(self, sample: int) -> int:
+        """A 53-bit seed for one sample, for engines with random numbers of their own."""
+        return _digest53(f"{self.seed}\0{sample}")
+
     def uniforms(self) -> NDArray[np.float64]:
         """The random numbers of every sample and position: [group_size, max_new_tokens]."""
         rows = [
@@ -71,8 +75,12 @@ class Sampling:
 
 def prompt_seed(run: str, seed: int, step: int, prompt: int) -> int:
     """The 53-bit seed of one prompt of one step of one run."""
-    text = f"{run}\0{seed}\0{step}\0{prompt}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") & ((1 << 53) - 1)
+    return _digest53(f"{run}\0{seed}\0{step}\0{prompt}")
+
+
+def _digest53(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little") & ((1 << 53) - 1)
 
 
 def _between(value: int, name: str, low: int, high: int) -> None:

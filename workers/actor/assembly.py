@@ -6,18 +6,24 @@ Puts an actor together from its surroundings: weights at a proved version, engin
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from deltastore.config import FollowerSettings
 from deltastore.errors import InvalidInputError, Kind
+from workers.actor.follow import FollowedWeights
 from workers.actor.loop import Actor
+from workers.actor.ready import ReadyEngine
+from workers.actor.safe_point import SafePoint
 from workers.actor.transformers_engine import TransformersEngine
+from workers.config import TRANSFORMERS, VLLM
 from workers.weights import join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from workers.actor.engine import Engine
     from workers.config import ActorConfig
@@ -26,7 +32,6 @@ if TYPE_CHECKING:
     from workers.wiring import Surroundings
 
 _LOG = logging.getLogger(__name__)
-ENGINES = ("transformers",)
 
 
 def act(
@@ -47,41 +52,72 @@ def act(
             "the file has no `actor` part", kind=Kind.SETTING, hint="see workers/config.py"
         )
     torch.set_num_threads(around.config.threads)
-    live = _join(around, settings)
-    if make_engine is None:
-        engine: Engine = TransformersEngine(live.model, live.target)
-    else:
-        engine = make_engine(live)
-    active, report = live.active, live.report
-    _LOG.info("at version %d (%s)", active.version, report.via)
-    actor = Actor(
-        around.regions[settings.region],
-        engine,
-        active,
-        report,
-        coordination=around.coordination,
-        settings=settings,
-        follower=FollowerSettings(),
-        threads=around.config.threads,
-        folder=around.folder,
-        clock=around.clock,
-        sink=around.sink,
-    )
-    on_ready(actor)
-    return actor.run()
-
-
-def _join(around: Surroundings, settings: ActorConfig) -> LiveWeights:
-    """Weights at a proved version; an engine that there is not is refused before."""
-    if settings.engine not in ENGINES:
-        raise InvalidInputError(
-            f"there is no engine {settings.engine!r}",
-            kind=Kind.SETTING,
-            hint=f"actor.engine is one of: {', '.join(ENGINES)}",
+    safe_point = SafePoint(around.clock)
+    with _ready(around, settings, safe_point, make_engine) as ready:
+        _LOG.info("at version %d (%s)", ready.weights.active.version, ready.via)
+        actor = Actor(
+            around.regions[settings.region],
+            ready.engine,
+            ready.weights,
+            via=ready.via,
+            safe_point=safe_point,
+            coordination=around.coordination,
+            settings=settings,
+            threads=around.config.threads,
+            folder=around.folder,
+            clock=around.clock,
+            sink=around.sink,
         )
-    return join(
-        around.regions[settings.region],
+        on_ready(actor)
+        return actor.run()
+
+
+@contextmanager
+def _ready(
+    around: Surroundings,
+    settings: ActorConfig,
+    safe_point: SafePoint,
+    make_engine: Callable[[LiveWeights], Engine] | None,
+) -> Iterator[ReadyEngine]:
+    """The engine that the file names, with its weights at a proved version."""
+    if settings.engine == TRANSFORMERS:
+        yield _on_transformers(around, settings, safe_point, make_engine)
+        return
+    if settings.engine != VLLM or make_engine is not None:
+        raise InvalidInputError(f"there is no engine {settings.engine!r} here", kind=Kind.SETTING)
+    # Only now: vLLM has an environment of its own.
+    from workers.actor.vllm_start import start_vllm
+
+    with start_vllm(around, settings, safe_point) as ready:
+        yield ready
+
+
+def _on_transformers(
+    around: Surroundings,
+    settings: ActorConfig,
+    safe_point: SafePoint,
+    make_engine: Callable[[LiveWeights], Engine] | None,
+) -> ReadyEngine:
+    run = around.regions[settings.region]
+    live = join(
+        run,
         checkpoint=around.checkpoint,
         scratch=around.folder.scratch(settings.actor_id),
         clock=around.clock,
     )
+    weights = FollowedWeights(
+        run,
+        live.target,
+        live.active,
+        live.report,
+        name=settings.actor_id,
+        coordination=around.coordination,
+        settings=FollowerSettings(),
+        most_rebuilds=settings.leave_poisoned_after,
+        safe_point=safe_point,
+        clock=around.clock,
+        sink=around.sink,
+        stager_folder=None if settings.stager_folder is None else Path(settings.stager_folder),
+    )
+    engine = TransformersEngine(live.model) if make_engine is None else make_engine(live)
+    return ReadyEngine(engine, weights, live.report.via)

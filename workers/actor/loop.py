@@ -13,27 +13,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltastore.coordination.backend import ActorRecord, ActorState, ActorStatus
 from deltastore.coordination.outage import is_outage
 from deltastore.errors import ApplyError, CoordinationError, Kind
-from workers.actor.follow import FollowedWeights
 from workers.actor.presence import Presence
 from workers.actor.rollout import RolloutWorker
-from workers.actor.safe_point import SafePoint
 from workers.run_folder import FinalReport
 
 if TYPE_CHECKING:
     from deltastore.clock import Clock
-    from deltastore.config import FollowerSettings
     from deltastore.coordination.backend import Coordination
     from deltastore.events import EventSink
-    from deltastore.pipeline.replay import JoinReport
-    from deltastore.repository.points import ActiveVersion
     from deltastore.repository.run import Run
-    from workers.actor.engine import Engine
+    from workers.actor.engine import ActorWeights, Engine
+    from workers.actor.safe_point import SafePoint
     from workers.config import ActorConfig
     from workers.run_folder import RunFolder
 
@@ -46,20 +41,21 @@ class Actor:
 
     Args:
         run: in the actor's own region.
-        engine: with weights at `active`.
-        active, report: the version the weights are at, and how they got there.
+        weights: the engine's, at a proved version.
+        via: how they got there, for people.
+        safe_point: shared by engine and weights.
     """
 
     def __init__(
         self,
         run: Run,
         engine: Engine,
-        active: ActiveVersion,
-        report: JoinReport,
+        weights: ActorWeights,
         *,
+        via: str,
+        safe_point: SafePoint,
         coordination: Coordination,
         settings: ActorConfig,
-        follower: FollowerSettings,
         threads: int,
         folder: RunFolder,
         clock: Clock,
@@ -71,21 +67,8 @@ class Actor:
         self._stopping = threading.Event()
         self._drain_deadline_s: float | None = None
         self._state = ActorState.JOINING
-        self.safe_point = SafePoint(clock)
-        self.weights = FollowedWeights(
-            run,
-            engine.target(),
-            active,
-            report,
-            name=settings.actor_id,
-            coordination=coordination,
-            settings=follower,
-            most_rebuilds=settings.leave_poisoned_after,
-            safe_point=self.safe_point,
-            clock=clock,
-            sink=sink,
-            stager_folder=None if settings.stager_folder is None else Path(settings.stager_folder),
-        )
+        self.safe_point = safe_point
+        self.weights = weights
         self._worker = RolloutWorker(
             run,
             coordination,
@@ -97,7 +80,7 @@ class Actor:
             sink=sink,
         )
         record = ActorRecord(
-            settings.actor_id, settings.region, settings.engine, threads, _note(report.via)
+            settings.actor_id, settings.region, settings.engine, threads, _note(via)
         )
         self._presence = Presence(
             coordination,
@@ -117,7 +100,7 @@ class Actor:
         """What the heartbeat says now."""
         active = self.weights.active
         state = self._state
-        if self.weights.poisoned:
+        if self.weights.poisoned or self._worker.in_doubt:
             state = ActorState.POISONED
         elif self._stopping.is_set():
             state = ActorState.DRAINING
@@ -152,9 +135,11 @@ class Actor:
 
     def turn(self) -> bool:
         """Do one thing; whether there was something to do."""
-        if self.weights.poisoned or self.weights.lost_its_history():
+        weights, worker = self.weights, self._worker
+        if weights.poisoned or weights.lost_its_history() or worker.in_doubt:
             self._presence.beat()  # nothing may be dealt to it while it rebuilds
-            self.weights.re_anchor()
+            weights.re_anchor()
+            worker.in_doubt = False
             self._presence.beat()
             return True
         try:

@@ -20,6 +20,7 @@ from deltastore.coordination.outage import is_outage
 from deltastore.errors import CoordinationError, FormatError, StorageError
 from deltastore.events import ResultSettled
 from deltastore.ids import new_token
+from deltastore.pipeline.engine_control import ServedVersion
 from deltastore.storage.store import PutMode
 from workers.actor.engine import GenerationStopped, Prompt
 from workers.actor.lease_length import LeaseLength
@@ -93,8 +94,10 @@ class RolloutWorker:
         self._sink = sink
         self._length = LeaseLength(settings)
         self.tokens_per_s = 0.0
+        self.in_doubt = False
+        """Whether the engine sampled at other weights than a lease's; cleared by the loop."""
 
-    def take(self, active: ActiveVersion) -> list[HeldLease]:
+    def take(self, active: ActiveVersion | ServedVersion) -> list[HeldLease]:
         """Lease up to `leases_at_once` jobs at `active`; CoordinationError when Redis is away."""
         held: list[HeldLease] = []
         for _ in range(self._settings.leases_at_once):
@@ -124,11 +127,13 @@ class RolloutWorker:
                 self._length.note(held, 0, now_s - started_s, now_s)
             self._hand_back(held)
             return []
-        answers = [
-            answer
-            for item, completions in zip(held, made, strict=True)
-            if (answer := self._deliver(item, completions)) is not None
-        ]
+        answers = []
+        for item, completions in zip(held, made, strict=True):
+            if not self._of_its_version(item, completions):
+                continue
+            answer = self._deliver(item, completions)
+            if answer is not None:
+                answers.append(answer)
         tokens = sum(len(row) for completions in made for row in completions.tokens)
         ended_s = self._clock.monotonic_s()
         elapsed_s = ended_s - started_s
@@ -149,7 +154,7 @@ class RolloutWorker:
             self._settings.max_lease_s,
         )
 
-    def _grant(self, active: ActiveVersion, asked_s: float) -> Lease | None:
+    def _grant(self, active: ActiveVersion | ServedVersion, asked_s: float) -> Lease | None:
         token = new_token()
 
         def ask() -> Lease | None:
@@ -167,6 +172,28 @@ class RolloutWorker:
             if not is_outage(err):
                 raise
             return ask()  # the reply may have been lost: the same token returns the same lease
+
+    def _of_its_version(self, item: HeldLease, completions: Completions) -> bool:
+        """Whether every token was sampled at the lease's version; else the job is handed back."""
+        lease = item.lease
+        bound = ServedVersion(lease.version, lease.policy_hash)
+        odd = [m for m in (completions.begin, completions.end) if m is not None and m != bound]
+        if not odd:
+            return True
+        _LOG.error(
+            "job %s is bound to version %d, the engine sampled from %s to %s: handed back",
+            lease.job_id,
+            lease.version,
+            completions.begin,
+            completions.end,
+        )
+        self.in_doubt = True
+        tokens = sum(len(row) for row in completions.tokens)
+        elapsed_s = self._clock.monotonic_s() - item.taken_s
+        wrong = Settled.WRONG_VERSION.value
+        self._sink(ResultSettled(lease.job_id, self._settings.actor_id, wrong, tokens, elapsed_s))
+        self._hand_back([item])
+        return False
 
     def _deliver(self, item: HeldLease, completions: Completions) -> Settled | None:
         lease = item.lease
@@ -207,6 +234,8 @@ class RolloutWorker:
             actor_id=self._settings.actor_id,
             version=item.lease.version,
             policy_hash=item.lease.policy_hash,
+            end_version=item.lease.version,
+            end_policy_hash=item.lease.policy_hash,
             seed=item.payload.sampling.seed,
         )
         return pack(provenance, completions.tokens, completions.logprobs)

@@ -19,7 +19,6 @@ from workers.causal_lm import prefill
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deltastore.pipeline.protocols import WeightTarget
     from workers.actor.engine import Progress, Prompt
     from workers.sampling import Sampling
 
@@ -29,18 +28,12 @@ class TransformersEngine:
 
     Args:
         model: in float32, ready to run.
-        target: its live weights.
     """
 
-    def __init__(self, model: Any, target: WeightTarget) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._target = target
         self._positions = int(model.config.max_position_embeddings)
         self._vocabulary = int(model.config.vocab_size)
-
-    def target(self) -> WeightTarget:
-        """The live weights."""
-        return self._target
 
     def generate(self, prompts: Sequence[Prompt], progress: Progress) -> list[Completions]:
         """Sample every prompt; prompts of one length and group size are decoded together."""

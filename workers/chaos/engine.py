@@ -55,10 +55,6 @@ class ScriptedEngine:
         self._vocabulary = vocabulary
         self._clock = clock
 
-    def target(self) -> WeightTarget:
-        """The live weights."""
-        return self._target
-
     def generate(self, prompts: Sequence[Prompt], progress: Progress) -> list[Completions]:
         """Take the time that the orders say, and make the tokens of the weights as they are."""
         before = str(self._target.fingerprint())

@@ -203,8 +203,12 @@ class JobTable:
                 actor_id=claim.actor_id,
                 version=claim.version,
                 policy_hash=claim.policy_hash,
+                end_version=claim.version,
+                end_policy_hash=claim.policy_hash,
                 seed=job.payload.sampling.seed,
             )
+            if result.provenance.crossed:
+                return Verdict.WRONG_VERSION, None
             if result.provenance != expected:
                 return Verdict.NOT_HOLDER, None
             check_sampled(result, job.payload.sampling, self._vocabulary)

@@ -307,10 +307,10 @@ def test_a_poisoned_actor_rebuilds_before_it_serves(make_fleet: Callable[..., Fl
     assert joins[-1].via.startswith("full v0")
 
 
-def test_an_engine_that_does_not_exist_is_refused(make_fleet: Callable[..., Fleet]) -> None:
-    """An unknown engine is an error that names those there are."""
+def test_an_engine_that_is_not_installed_is_refused(make_fleet: Callable[..., Fleet]) -> None:
+    """vLLM where there is none is an error that says which environment has it."""
     fleet = make_fleet()
     fleet.create()
-    around = fleet.around(actor=ActorConfig("a", HOME, engine="warp"))
-    with pytest.raises(InvalidInputError, match="transformers"):
+    around = fleet.around(actor=ActorConfig("a", HOME, engine="vllm"))
+    with pytest.raises(InvalidInputError, match="make env-vllm"):
         act(around, lambda actor: None)

@@ -69,9 +69,8 @@ def honest(lease: Lease, actor_id: str) -> RolloutResult:
     rows = [[7] * (sampling.max_new_tokens - 1) + [STOP]]
     rows += [[8, STOP] for _ in range(sampling.group_size - 1)]
     logprobs = [[-0.5] * len(row) for row in rows]
-    who = Provenance(
-        lease.job_id, lease.token, actor_id, lease.version, lease.policy_hash, sampling.seed
-    )
+    at = lease.version, lease.policy_hash
+    who = Provenance(lease.job_id, lease.token, actor_id, *at, *at, sampling.seed)
     return pack(who, rows, logprobs)
 
 

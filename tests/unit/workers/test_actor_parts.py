@@ -15,14 +15,15 @@ from deltastore.coordination.backend import (
     Settled,
 )
 from deltastore.coordination.memory import MemoryCoordination
-from deltastore.errors import CoordinationError, Kind, StorageError
+from deltastore.errors import CoordinationError, FormatError, Kind, StorageError
 from deltastore.events import ResultSettled
 from deltastore.format.fingerprint import ZERO
+from deltastore.pipeline.engine_control import ServedVersion
 from deltastore.repository.points import ActiveVersion
 from deltastore.storage.wrapper import StoreWrapper
 from deltastore.testing.clock import FakeClock
 from tests.unit.workers.kit import hash_of, memory_run
-from workers.actor.engine import Completions, GenerationStopped
+from workers.actor.engine import Completions, GenerationStopped, parse_label
 from workers.actor.presence import Presence
 from workers.actor.rollout import RolloutWorker
 from workers.config import ActorConfig
@@ -46,10 +47,6 @@ class StubEngine:
 
     def __init__(self, during: Callable[[], None] = lambda: None) -> None:
         self._during = during
-
-    def target(self) -> Any:
-        """No weights."""
-        raise NotImplementedError
 
     def generate(self, prompts: Sequence[Prompt], progress: Progress) -> list[Completions]:
         """One sample of two tokens for every one that is asked for."""
@@ -145,6 +142,59 @@ def test_a_lost_reply_to_a_grant_is_the_same_lease() -> None:
     held = bench.worker().take(ACTIVE)
     assert [item.lease.job_id for item in held] == ["j1", "j2"]
     assert bench.memory.job_counts().leased == 2
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [(1, 2), (2, 2), (2, 1)], ids=["crossed", "another", "backwards"]
+)
+def test_tokens_of_other_weights_than_the_leases_are_handed_back(begin: int, end: int) -> None:
+    """Samples whose engine says other weights than the lease's are never delivered (CASE R20)."""
+
+    class Marking(StubEngine):
+        def generate(self, prompts: Sequence[Prompt], progress: Progress) -> list[Completions]:
+            marks = ServedVersion(begin, hash_of(begin)), ServedVersion(end, hash_of(end))
+            return [
+                replace(c, begin=marks[0], end=marks[1])
+                for c in super().generate(prompts, progress)
+            ]
+
+    bench = Bench(engine=Marking())
+    bench.offer("j1")
+    worker = bench.worker()
+    assert worker.work(worker.take(ACTIVE)) == []
+    assert worker.in_doubt
+    assert list(bench.run.store.list("")) == []
+    counts = bench.memory.job_counts()
+    assert (counts.open, counts.leased) == (1, 0)
+    (event,) = bench.events
+    assert (event.job, event.outcome) == ("j1", "wrong_version")
+
+
+def test_marks_that_agree_with_the_lease_are_delivered() -> None:
+    """An engine that names the lease's own weights is believed, and the result says both ends."""
+
+    class Marking(StubEngine):
+        def generate(self, prompts: Sequence[Prompt], progress: Progress) -> list[Completions]:
+            mark = parse_label(f"1:{hash_of(1)}")
+            return [replace(c, begin=mark, end=mark) for c in super().generate(prompts, progress)]
+
+    bench = Bench(engine=Marking())
+    bench.offer("j1")
+    worker = bench.worker()
+    assert worker.work(worker.take(ACTIVE)) == [Settled.ADMITTED]
+    assert not worker.in_doubt
+    (key,) = [found.key for found in bench.run.store.list("")]
+    who = RolloutResult.from_bytes(bench.run.store.get(key)).provenance
+    assert (who.end_version, who.end_policy_hash) == (1, hash_of(1))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "default", "7", f"x:{hash_of(1)}", "7:abc", f"-1:{hash_of(1)}"]
+)
+def test_a_label_of_no_version_is_refused(text: str) -> None:
+    """What an engine calls its weights is a version and a policy hash, or an error."""
+    with pytest.raises(FormatError, match="of no version"):
+        parse_label(text)
 
 
 def test_redis_away_while_settling_is_waited_for() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from deltastore.errors import InvalidInputError, Kind
 from workers.config import ActorConfig, TrainerConfig, WorkerConfig, load_config, parse_config
+from workers.vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,11 @@ def test_a_file_reads_back_as_it_was_written() -> None:
     actor = parse(GOOD | {"actor": {"actor_id": "a", "region": "eu"}})
     assert actor.actor == ActorConfig("a", "eu")
     assert parse(asdict(actor)) == actor
+    engine = VllmSettings(max_model_len=64, enforce_eager=True)
+    there = {"actor_id": "a", "region": "eu", "engine": "vllm", "vllm": asdict(engine)}
+    vllm = parse(GOOD | {"actor": there})
+    assert vllm.actor == ActorConfig("a", "eu", engine="vllm", vllm=engine)
+    assert parse(asdict(vllm)) == vllm
 
 
 @pytest.mark.parametrize(
@@ -61,6 +67,10 @@ def test_a_file_reads_back_as_it_was_written() -> None:
         ({"actor": {"actor_id": "a"}}, "region"),
         ({"actor": {"actor_id": "a", "region": "us"}}, "actor.region"),
         ({"actor": {"actor_id": "a", "region": "eu", "max_lease_s": 1.0}}, "max_lease_s"),
+        ({"actor": {"actor_id": "a", "region": "eu", "engine": "warp"}}, "transformers, vllm"),
+        ({"actor": {"actor_id": "a", "region": "eu", "vllm": {"gpu": 1}}}, "gpu"),
+        ({"actor": {"actor_id": "a", "region": "eu", "vllm": {"dtype": "int8"}}}, "vllm.dtype"),
+        ({"actor": {"actor_id": "a", "region": "eu", "vllm": {"block_size": 0}}}, "vllm.block"),
     ],
     ids=str,
 )

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from deltastore.adapters.safetensors_dir import checkpoint_layout, scan_checkpoint
-from deltastore.adapters.torch_state import ModuleTarget
 from deltastore.errors import InvalidInputError
 from deltastore.testing.checkpoints import tiny_checkpoint
 from workers.actor.engine import GenerationStopped, Prompt
@@ -25,9 +23,7 @@ if TYPE_CHECKING:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
     """A tiny Llama that generates."""
     folder: Path = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), seed=3)
-    model = load_model(folder)
-    layout = checkpoint_layout(scan_checkpoint(folder))
-    return TransformersEngine(model, ModuleTarget(model, layout))
+    return TransformersEngine(load_model(folder))
 
 
 def prompt(seed: int, *tokens: int, **changes: Any) -> Prompt:

@@ -47,7 +47,9 @@ class Case:
             "policy_hash": hash_of(2),
             "seed": SAMPLING.seed,
         }
-        provenance = Provenance(**(fields | who))  # type: ignore[arg-type]
+        fields |= who
+        ends = {"end_version": fields["version"], "end_policy_hash": fields["policy_hash"]}
+        provenance = Provenance(**(ends | fields))  # type: ignore[arg-type]
         return pack(provenance, [[7, 7, 7, 7], [STOP]], [[-1.0] * 4, [-2.0]])
 
     def claim(self, body: bytes, **changes: object) -> Settlement:
@@ -110,6 +112,17 @@ def test_an_object_of_another_lease_is_refused(who: dict[str, object]) -> None:
     case = Case()
     body = case.result(**who).to_bytes()
     assert case.table.consume(case.claim(body), body) == (Verdict.NOT_HOLDER, None)
+
+
+@pytest.mark.parametrize(
+    "end", [{"end_version": 3}, {"end_policy_hash": hash_of(3)}], ids=["version", "hash"]
+)
+def test_a_result_that_crossed_versions_is_refused(end: dict[str, object]) -> None:
+    """A result whose last token was sampled at other weights than its first is of no version."""
+    case = Case()
+    body = case.result(**end).to_bytes()
+    assert case.table.consume(case.claim(body), body) == (Verdict.WRONG_VERSION, None)
+    assert case.table.wanted(3) == [case.job]
 
 
 def test_a_result_of_a_version_above_the_learners_is_refused() -> None:

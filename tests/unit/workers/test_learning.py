@@ -21,7 +21,7 @@ from workers.trainer.optimizer import MasterOptimizer, OptimizerSettings
 if TYPE_CHECKING:
     from pathlib import Path
 
-WHO = Provenance("j", "a" * 32, "actor", 1, "b" * 64, 0)
+WHO = Provenance("j", "a" * 32, "actor", 1, "b" * 64, 1, "b" * 64, 0)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from workers.results import Provenance, RolloutResult, check_sampled, pack
 from workers.sampling import Sampling, prompt_seed
 
 STOP = 1
-WHO = Provenance("job-1", "a" * 32, "actor", 3, "b" * 64, 7)
+WHO = Provenance("job-1", "a" * 32, "actor", 3, "b" * 64, 3, "b" * 64, 7)
 SAMPLING = Sampling(group_size=2, max_new_tokens=3, stop_token=STOP, seed=7)
 
 
@@ -177,7 +177,15 @@ def test_a_logprob_that_is_none_is_refused(value: float) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"job_id": "a/b"}, {"token": "short"}, {"version": -1}, {"policy_hash": ""}, {"seed": -1}],
+    [
+        {"job_id": "a/b"},
+        {"token": "short"},
+        {"version": -1},
+        {"policy_hash": ""},
+        {"end_version": -1},
+        {"end_policy_hash": "c"},
+        {"seed": -1},
+    ],
     ids=str,
 )
 def test_provenance_checks_itself(change: dict[str, Any]) -> None:
@@ -195,5 +203,8 @@ def test_samples_have_random_numbers_of_their_own() -> None:
     large = replace(SAMPLING, group_size=8).uniforms()
     assert np.array_equal(small, large[:2])
     assert len(np.unique(large)) == large.size
+    others = {replace(SAMPLING, seed=s).sample_seed(i) for s in range(20) for i in range(20)}
+    assert len(others) == 400
+    assert all(0 <= seed < 1 << 53 for seed in others)
     with pytest.raises(InvalidInputError):
         replace(SAMPLING, top_p_milli=0)

@@ -1,0 +1,181 @@
+"""An engine on whatever lies in a folder serves weights of no version: its ranks prove what it is.
+
+Starts vLLM with this library's weight transfer backend on a checkpoint of the run: the local one,
+or, without any, HEAD as the region's bucket has it. The ranks find by fingerprint which version
+that is, and stage by themselves. The engine is shut down on every way out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deltastore.adapters.safetensors_write import write_checkpoint
+from deltastore.cli.checkpoint_parts import read_parts
+from deltastore.errors import IntegrityError, InvalidInputError, Kind
+from deltastore.format.fingerprint import Fingerprint
+from deltastore.pipeline.replay import replay
+from workers.actor.ready import ReadyEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from deltastore.adapters.vllm.verbs import RankVerbs
+    from deltastore.clock import Clock
+    from deltastore.repository.run import Run
+    from workers.actor.safe_point import SafePoint
+    from workers.config import ActorConfig, RegionConfig
+    from workers.vllm_settings import VllmSettings
+    from workers.wiring import Surroundings
+
+_LOG = logging.getLogger(__name__)
+BACKEND = "deltastore"
+STREAMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A checkpoint folder to start an engine on, and what it is, for people."""
+
+    folder: Path
+    via: str
+
+
+@contextmanager
+def start_vllm(
+    around: Surroundings, settings: ActorConfig, safe_point: SafePoint
+) -> Iterator[ReadyEngine]:
+    """Start vLLM as the file says; its weights are at a proved version of the run.
+
+    Raises InvalidInputError(setting) where vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise InvalidInputError(
+            "vLLM is not installed in this environment",
+            kind=Kind.SETTING,
+            hint="`make env-vllm` makes one that has it: start this actor with its Python",
+        )
+    run = around.regions[settings.region]
+    if around.checkpoint is not None:
+        start = Start(around.checkpoint, "checkpoint")
+    else:
+        folder = around.folder.made_scratch(settings.actor_id)
+        start = fetch_checkpoint(run, folder, clock=around.clock)
+    arguments = engine_arguments(
+        start.folder,
+        settings.vllm,
+        follow_settings(run_at(around.config.region(settings.region), around.config.run), settings),
+        seed=around.config.seed,
+    )
+    # Only now: the import takes seconds, and what is wrong with the settings is known before.
+    from vllm import LLM
+
+    from deltastore.adapters.vllm.control import LLMControl
+    from workers.actor.vllm_engine import VllmEngine
+    from workers.actor.vllm_weights import VllmWeights
+
+    llm = LLM(**arguments)
+    try:
+        control = LLMControl(llm)
+        control.initialise()
+        weights = VllmWeights(
+            control,
+            run,
+            name=settings.actor_id,
+            fingerprint=lambda: live_fingerprint(control),
+            via=start.via,
+            most_rebuilds=settings.leave_poisoned_after,
+            catch_up_s=settings.catch_up_s,
+            clock=around.clock,
+            sink=around.sink,
+            safe_point=safe_point,
+        )
+        via = f"{start.via} v{weights.active.version}"
+        yield ReadyEngine(VllmEngine(llm), weights, via)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def live_fingerprint(control: RankVerbs) -> Fingerprint:
+    """A whole pass over the live weights of all ranks, on which they must agree.
+
+    Raises IntegrityError(fingerprint) when their answers differ.
+    """
+    answers = control.call_ranks("deltastore_fingerprint", control.bounds.re_anchor_s)
+    if len(set(answers)) != 1:
+        raise IntegrityError(
+            f"the ranks took different fingerprints of their weights: {sorted(set(answers))[:4]}",
+            kind=Kind.FINGERPRINT,
+        )
+    return Fingerprint.parse(str(answers[0]))
+
+
+def engine_arguments(
+    checkpoint: Path, settings: VllmSettings, follow: dict[str, Any], *, seed: int
+) -> dict[str, Any]:
+    """What `vllm.LLM` is started with.
+
+    Args:
+        follow: this library's section of vLLM's additional configuration.
+        seed: of requests that name none; an actor's requests all do.
+    """
+    arguments: dict[str, Any] = {
+        "model": str(checkpoint),
+        "dtype": settings.dtype,
+        "seed": seed,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enforce_eager": settings.enforce_eager,
+        "skip_tokenizer_init": True,  # jobs are token ids
+        "generation_config": "vllm",  # else the checkpoint's defaults change what jobs ask for
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": BACKEND},
+        "additional_config": {BACKEND: follow},
+    }
+    chosen = {
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "block_size": settings.block_size,
+    }
+    return arguments | {name: value for name, value in chosen.items() if value is not None}
+
+
+def follow_settings(run: dict[str, Any], settings: ActorConfig) -> dict[str, Any]:
+    """This library's section of vLLM's additional configuration, as its workers read it."""
+    section = run | {"engine": settings.actor_id, "allow_dense": settings.vllm.allow_dense}
+    if settings.stager_folder is not None:
+        section |= {"stager": "shared", "folder": settings.stager_folder}
+    return section
+
+
+def run_at(region: RegionConfig, run: str) -> dict[str, Any]:
+    """How the engine's workers reach the run in that region; no secret is in it."""
+    found = {
+        "run": f"{region.url.rstrip('/')}/{run}",
+        "endpoint": region.endpoint_url,
+        "region": region.region,
+        "profile": region.profile,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def fetch_checkpoint(run: Run, folder: Path, *, clock: Clock) -> Start:
+    """HEAD of the run, proved by fingerprint, as a checkpoint folder inside `folder`.
+
+    What an earlier start left there is removed. A crash leaves a folder that the next start
+    removes.
+    """
+    for stale in folder.glob("checkpoint-*"):
+        shutil.rmtree(stale)
+    replayed = replay(run, clock=clock, streams=STREAMS)
+    parts = read_parts(run, streams=STREAMS)
+    out = folder / f"checkpoint-{replayed.manifest.core.version}"
+    write_checkpoint(replayed.state, out, headers=parts.headers, extras=parts.extras)
+    _LOG.info("%s: %d bytes read", replayed.report.via, replayed.report.size_bytes)
+    return Start(out, replayed.report.via)
