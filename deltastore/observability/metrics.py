@@ -23,9 +23,12 @@ from deltastore.errors import DeltastoreError, InvalidInputError, Kind
 from deltastore.events import (
     ActivationFailed,
     ActorJoined,
+    EngineHeld,
+    EngineReleased,
     PublishFailed,
     RegionCommitted,
     RegionFailed,
+    SafePointPassed,
     StageFinished,
     VersionActivated,
     VersionPublished,
@@ -88,6 +91,12 @@ class Metrics:
         self._active = self._gauge("active_version", "of this process's actor", [])
         self._joined = self._counter("joins", "rebuilds of an actor's weights", [])
         self._joined_bytes = self._counter("join_bytes", "bytes read to join", [])
+        self._safe_points = self._counter("safe_points", "by pause mode", ["mode"])
+        self._safe_point = self._histogram(
+            "safe_point_seconds", "per stage", ["stage"], PAUSE_SECONDS
+        )
+        self._held = self._gauge("engine_held", "1 while out of rotation", [])
+        self._holds = self._counter("engine_holds", "times out of rotation", [])
         labels = ["region", "op"]
         self.requests = self._counter("store_requests", "calls of a store", [*labels, "outcome"])
         self.request_seconds = self._histogram("store_request_seconds", "calls", labels)
@@ -119,6 +128,14 @@ class Metrics:
                 self._activated.labels(self._run).inc()
                 self._pause.labels(self._run).observe(event.write_pause_s)
                 self._active.labels(self._run).set(event.version)
+            case SafePointPassed():
+                self._count_safe_point(event)
+            case EngineHeld():
+                self._holds.labels(self._run).inc()
+                self._held.labels(self._run).set(1)
+            case EngineReleased():
+                self._held.labels(self._run).set(0)
+                self._active.labels(self._run).set(event.version)
             case ActivationFailed():
                 self._activation_failed.labels(self._run, event.kind).inc()
             case ActorJoined():
@@ -148,6 +165,13 @@ class Metrics:
         self._head.labels(self._run).set(event.version)
         if event.elements:
             self._density.labels(self._run).set(event.nnz / event.elements)
+
+    def _count_safe_point(self, event: SafePointPassed) -> None:
+        self._safe_points.labels(self._run, event.mode).inc()
+        self._active.labels(self._run).set(event.version)
+        for stage in ("pause", "write", "reset", "resume"):
+            seconds = getattr(event, f"{stage}_s")
+            self._safe_point.labels(self._run, stage).observe(seconds)
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         full = f"deltastore_{name}"

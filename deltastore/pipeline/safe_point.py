@@ -10,8 +10,8 @@ cache that does not reset included, *holds* the engine: it stays paused, its hea
 recovery is tried with growing pauses: re-anchor where weights are in doubt, reset, resume. After
 `hold_max_s` requests that still wait are ended.
 
-A crash of this process after the pause leaves the engine paused, not mixed: the next driver finds
-every rank clean and resumes it, or re-anchors it.
+A crash of this process after the pause leaves the engine paused: the next driver asks every rank,
+empties the caches and resumes it, or re-anchors it.
 """
 
 from __future__ import annotations
@@ -193,11 +193,13 @@ class SafePointDriver:
 
     def _look(self) -> Turn:
         """See where the ranks are; activate what is due."""
-        if not self._started:
+        starting = not self._started
+        if starting:
             self._control.initialise()
         statuses = self._control.status()
         if all(one.active is None and not one.poisoned for one in statuses):
-            self._control.initialise()  # its workers were started again
+            starting = True  # its workers were started again
+            self._control.initialise()
             statuses = self._control.status()
         served = agreed(statuses)
         if served is None:
@@ -207,12 +209,21 @@ class SafePointDriver:
         if not self._failing:
             self._succeed()
         self._see(statuses, served)
-        if not self._started:
-            self._control.resume()  # a driver that was killed may have left it paused
-            self._started = True
-        if not self._is_due(statuses, served):
+        if starting:
+            self._begin()
             return Turn.NOTHING
-        return self._pass(served)
+        return self._pass(served) if self._is_due(statuses, served) else Turn.NOTHING
+
+    def _begin(self) -> None:
+        """Make a known state: ranks may have rebuilt themselves, a killed driver left a pause."""
+        self._started = True
+        try:
+            self._pause(PauseMode.KEEP)
+            self._reset()
+            self._resume()
+        except DeltastoreError as err:
+            self._hold(f"it follows, but is not ready to serve: {err.message}", None)
+            raise
 
     def _is_due(self, statuses: Sequence[RankStatus], served: ServedVersion) -> bool:
         targets = {one.staged for one in statuses}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.errors import InvalidInputError, Kind, NotFoundError, StorageError
-from deltastore.events import both
+from deltastore.events import EngineHeld, EngineReleased, SafePointPassed, both
 from deltastore.observability.metrics import Metrics, MetricsServer
 from deltastore.pipeline.replicator import Region
 from deltastore.repository.run import open_run
@@ -131,3 +131,17 @@ def test_two_sinks_hear_everything():
     sink = both(first.append, second.append)
     sink("event")
     assert first == second == ["event"]
+
+
+def test_an_engine_in_numbers(metrics):
+    """Safe points by stage, and whether the engine is out of rotation, are counted exactly."""
+    metrics(SafePointPassed("e", 1, 3, "ab" * 32, "keep", 0.25, 0.5, 0.0625, 0.125))
+    metrics(EngineHeld("e", 3, "rank 0: the rollback failed"))
+    assert _value(metrics, "engine_held") == 1
+    metrics(EngineReleased("e", 5, "cd" * 32, 7.0))
+    assert _value(metrics, "engine_held") == 0
+    assert _value(metrics, "engine_holds_total") == 1
+    assert _value(metrics, "safe_points_total", mode="keep") == 1
+    assert _value(metrics, "active_version") == 5
+    for stage, seconds in (("pause", 0.25), ("write", 0.5), ("reset", 0.0625), ("resume", 0.125)):
+        assert _value(metrics, "safe_point_seconds_sum", stage=stage) == seconds
