@@ -87,6 +87,8 @@ class Kind(StrEnum):
     PAYLOAD = "payload"
     BACKLOG = "backlog"
     RANGE = "range"
+    LOADER = "loader"
+    COVERAGE = "coverage"
     ENGINE_VERSION = "engine_version"
 
 

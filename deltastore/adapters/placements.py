@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from deltastore.adapters.region_overlap import Strided
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Region:
@@ -57,3 +59,24 @@ class Placement:
     parameter: str
     module: str
     widened: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reach:
+    """A place in a module's memory that its loader writes.
+
+    Args:
+        tensors: layout positions of all it depends on; none for a constant.
+        storage: key of the memory, in this process.
+        place: the bytes, counted from the start of that memory; None if they overlap.
+        parameters: runtime names of the parameters or buffers it lies in (several if tied).
+        modules: runtime names of the modules that hold those.
+        padding: whether it is a constant.
+    """
+
+    tensors: tuple[int, ...]
+    storage: int
+    place: Strided | None
+    parameters: tuple[str, ...]
+    modules: tuple[str, ...]
+    padding: bool

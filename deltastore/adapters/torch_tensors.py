@@ -49,6 +49,7 @@ _DTYPES = {
     torch.float64: DType.F64,
     torch.complex64: DType.C64,
 }
+_TORCH_DTYPES = {found: dtype for dtype, found in _DTYPES.items()}
 _INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 """torch has almost no operations on uint16, uint32 and uint64."""
 
@@ -68,8 +69,7 @@ class NamedTensor:
 
     def patterns(self) -> torch.Tensor:
         """Its elements as integers of their width, in place; complex gain a last dimension."""
-        live = torch.view_as_real(self.tensor) if self.dtype is DType.C64 else self.tensor
-        return live.view(_INTEGERS[self.dtype.element_bits])
+        return integer_view(self.tensor)
 
 
 def named_tensors(module: ModuleLike) -> list[NamedTensor]:
@@ -116,6 +116,22 @@ def checkpoint_names(names: Iterable[str]) -> list[str]:
             hint="give the module below its wrappers",
         )
     return plain
+
+
+def integer_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as integers of their width, in place; complex gain a last dimension."""
+    live = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return live.view(_INTEGERS[live.element_size() * 8])
+
+
+def checkpoint_dtype(dtype: torch.dtype) -> DType | None:
+    """What a checkpoint calls torch's dtype; None when it has no such dtype."""
+    return _DTYPES.get(dtype)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Torch's dtype of a checkpoint's."""
+    return _TORCH_DTYPES[dtype]
 
 
 def host_bits(patterns: torch.Tensor, dtype: DType) -> Bits:

@@ -1,0 +1,172 @@
+"""A trace that left a weight changed would serve garbage: what a module holds is compared here.
+
+All parameters and buffers of a module, by the memory they are views of: digests of every byte,
+which tensor a place in memory belongs to, and the bindings as they were before a loader ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deltastore.adapters.loader_recorder import storage_key
+from deltastore.adapters.readback import memory_of
+from deltastore.errors import IntegrityError, Kind
+from deltastore.format.coverage import list_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from deltastore.adapters.region_overlap import Strided
+
+CHUNK_BYTES = 32 << 20
+"""Bytes digested at once: temporaries on a device are a few times as large."""
+_KEYS = ((0x27D4EB2F165667C5, 0x9E3779B97F4A7C15), (0x85EBCA77C2B2AE63, 0xD6E8FEB86659FD93))
+_WRAP = 1 << 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owner:
+    """One parameter or buffer under one of its names.
+
+    Args:
+        module: that holds it, by its runtime name.
+        parameter: its full runtime name.
+        tensor: the very object that is bound there.
+        data: a plain view of its memory.
+        place: its bytes, counted from the start of its storage; None if it overlaps itself.
+    """
+
+    holder: torch.nn.Module
+    module: str
+    parameter: str
+    tensor: torch.Tensor
+    data: torch.Tensor
+    place: Strided | None
+    trained: bool
+
+
+class ModuleMemory:
+    """What a module holds, as it was when this was made."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.owners = tuple(
+            Owner(holder, name, f"{name}.{key}" if name else key, tensor, data, place, trained)
+            for name, holder in module.named_modules()
+            for slots, trained in ((holder._parameters, True), (holder._buffers, False))
+            for key, tensor in slots.items()
+            if tensor is not None and not tensor.is_meta
+            for data in (tensor.detach(),)
+            for place in (memory_of(data) if data.numel() else None,)
+        )
+        self._by_storage: dict[int, list[Owner]] = {}
+        for owner in self.owners:
+            if owner.data.numel():
+                self._by_storage.setdefault(storage_key(owner.data), []).append(owner)
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Keys of all storages."""
+        return frozenset(self._by_storage)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; the CPU if there are none."""
+        return next((owner.data.device for owner in self.owners), torch.device("cpu"))
+
+    def owners_of(self, storage: int, place: Strided | None) -> list[Owner]:
+        """The parameters and buffers in whose memory a place lies; parameters come first."""
+        return [
+            owner
+            for owner in self._by_storage.get(storage, ())
+            if place is None
+            or owner.place is None
+            or (owner.place.offset <= place.offset and place.end <= owner.place.end)
+        ]
+
+    def digests(self) -> dict[int, bytes]:
+        """Per storage a digest of all of its bytes; one pass over the module."""
+        return {key: digest_memory(owners[0].data) for key, owners in self._by_storage.items()}
+
+    def restore(self) -> list[tuple[Owner, Any]]:
+        """Put back every tensor that was bound anew; returns them with what was bound."""
+        changed: list[tuple[Owner, Any]] = []
+        for owner in self.owners:
+            slots = owner.holder._parameters if owner.trained else owner.holder._buffers
+            key = owner.parameter.rpartition(".")[2]
+            found = slots.get(key)
+            if found is not owner.tensor:
+                changed.append((owner, found))
+                slots[key] = owner.tensor  # type: ignore[assignment]
+            elif _moved(owner):
+                changed.append((owner, owner.tensor.detach()))
+                owner.tensor.data = owner.data
+        return changed
+
+    def require_unchanged(self, before: Mapping[int, bytes]) -> None:
+        """Raise IntegrityError(digest) that names the tensors whose memory is not as before."""
+        after = self.digests()
+        names = [self._by_storage[key][0].parameter for key in before if before[key] != after[key]]
+        if names:
+            raise IntegrityError(
+                f"the loader changed {len(names)} tensors while it was traced: {list_names(names)}",
+                kind=Kind.DIGEST,
+                hint="load the checkpoint again; this model's loader cannot be traced",
+            )
+
+
+def digest_memory(tensor: torch.Tensor) -> bytes:
+    """A digest of all bytes of the storage that a tensor is a view of, in chunks.
+
+    On the CPU SHA-256; elsewhere two sums of mixed 64-bit words, computed on the device.
+    """
+    storage = tensor.untyped_storage()
+    octets = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    octets.set_(storage, 0, (storage.nbytes(),), (1,))
+    chunks = torch.split(octets, CHUNK_BYTES)
+    if tensor.device.type == "cpu":
+        digest = hashlib.sha256()
+        for chunk in chunks:
+            digest.update(memoryview(chunk.numpy()))
+        return digest.digest()
+    return mix_chunks(chunks)
+
+
+def mix_chunks(chunks: tuple[torch.Tensor, ...]) -> bytes:
+    """Two 64-bit sums over mixed words, each word mixed with its position."""
+    lanes = [torch.zeros((), dtype=torch.int64, device=chunks[0].device) for _ in _KEYS]
+    first = 0
+    for chunk in chunks:
+        pad = -chunk.numel() % 8
+        words = torch.nn.functional.pad(chunk, (0, pad)) if pad or chunk.data_ptr() % 8 else chunk
+        words = words.view(torch.int64)
+        places = torch.arange(first, first + words.numel(), device=words.device)
+        first += words.numel()
+        for lane, keys in zip(lanes, _KEYS, strict=True):
+            place_key, word_key = (_signed(key) for key in keys)
+            mixed = (words ^ (places * place_key)) * word_key
+            mixed ^= mixed >> 29
+            mixed *= place_key
+            mixed ^= mixed >> 32
+            lane += mixed.sum()
+    return b"".join((int(lane) % _WRAP).to_bytes(8, "little") for lane in lanes)
+
+
+def _signed(key: int) -> int:
+    return key - _WRAP if key >= _WRAP >> 1 else key
+
+
+def _moved(owner: Owner) -> bool:
+    """Whether the tensor is a view of other memory than it was."""
+    now, then = owner.tensor.detach(), owner.data
+    return (
+        now.shape != then.shape
+        or now.stride() != then.stride()
+        or now.storage_offset() != then.storage_offset()
+        or now.dtype != then.dtype
+        or storage_key(now) != storage_key(then)
+    )
