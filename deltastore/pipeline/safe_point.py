@@ -295,11 +295,11 @@ class SafePointDriver:
 
     def _recover(self) -> Turn:
         """Bring a held engine back: weights proved, caches empty, then resumed."""
-        statuses = self._control.status()
-        if not self._paused:
-            self._pause(self._holding_mode())
-        if doubt(statuses):
+        if doubt(self._control.status()):
+            if not self._paused:
+                self._pause(self._holding_mode())
             self._control.re_anchor()
+        self._pause(self._holding_mode())  # whoever rebuilt the weights may have let requests in
         served = self._proved()
         self._reset()
         self._resume()

@@ -241,7 +241,7 @@ def test_requests_wait_for_a_held_engine_no_longer_than_told() -> None:
         driven.driver.turn()
     assert 30 <= driven.clock.monotonic_s() - started_s <= 31
     driven.turns_until(Turn.RECOVERED, most=2000)
-    assert driven.engine.requests == ["keep", "abort"]
+    assert driven.engine.requests == ["keep", "abort", "keep"]
 
 
 def test_attempts_grow_apart_up_to_a_limit() -> None:
