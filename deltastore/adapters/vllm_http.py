@@ -173,8 +173,8 @@ class HttpControl(RankVerbs):
         sent = None if body is None else json.dumps(body, allow_nan=False).encode()
         try:
             connection.request(verb, path, sent, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            status, text = response.status, response.read(MAX_ANSWER_BYTES + 1)
+            with connection.getresponse() as response:
+                status, text = response.status, response.read(MAX_ANSWER_BYTES + 1)
         except TimeoutError as err:
             raise engine_timeout(what, within_s) from err
         except (OSError, http.client.HTTPException) as err:
