@@ -149,12 +149,15 @@ class StagerConfig:
         folder: where it meets its ranks: on shared memory or a local disk.
         stage_max_bytes: of decoded updates in it.
         cache_max_bytes: of bodies in memory.
+        trusted_keys: a file of keys that must have signed versions and shortcuts; None trusts the
+            bucket.
     """
 
     region: str
     folder: str
     stage_max_bytes: int = 2 << 30
     cache_max_bytes: int = 256 << 20
+    trusted_keys: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self.region, "region")

@@ -74,6 +74,7 @@ def stage_run(run_url: str, connection: Connection, staging: Staging, output: Ou
                 clock=SystemClock(),
                 settings=staging.settings,
                 sink=tell,
+                trusted=staging.trusted,
             )
         _emit(document, output)
         stager.run(stopping)

@@ -62,6 +62,7 @@ class Follower:
         hint_source: Callable[[int, float], int | None] | None = None,
         seed: int = 0,
         trusted: TrustedKeys | None = None,
+        until: int | None = None,
     ) -> None:
         """Follow `run` from `active`.
 
@@ -71,6 +72,7 @@ class Follower:
                 a newer version to be advertised and returns its number. Hints only save polls.
             seed: of the jitter.
             trusted: keys that must have signed versions and shortcuts; None trusts the bucket.
+            until: nothing beyond this version is staged; None: everything.
         """
         self._run = run
         self._name = name
@@ -81,6 +83,7 @@ class Follower:
         self._jitter = random.Random(seed)  # spreads polls, protects nothing
         self._lock = threading.Lock()
         self._trusted = trusted
+        self._until = until
         self._tip = active
         self._steps: list[Step] = []  # of a way that was planned, not yet staged
         self._may_be_behind = True  # until a poll has found nothing new
@@ -173,6 +176,8 @@ class Follower:
         if planned is not None:
             return self._stage_or_around(tip, planned)
         following = tip.version + 1
+        if self._clipped(following) != following:
+            return None
         try:
             manifest = load_manifest(self._run, following)
         except NotFoundError as err:
@@ -201,9 +206,9 @@ class Follower:
     def _jump(self, tip: ActiveVersion) -> Step | None:
         """The first step of the cheapest way to a version far above, if one is known to exist."""
         hinted = read_head_hint(self._run)
-        if hinted is None or hinted - tip.version <= JUMP_VERSIONS:
+        if hinted is None or self._clipped(hinted) - tip.version <= JUMP_VERSIONS:
             return None
-        newest = self._newest(tip.version)
+        newest = self._clipped(self._newest(tip.version))
         if newest - tip.version <= JUMP_VERSIONS:
             return None
         return self._plan(tip, newest, frozenset())
@@ -245,7 +250,8 @@ class Follower:
                 cause = cause or err
                 avoid.add(step.edge)
             try:
-                step = self._plan(tip, self._newest(step.version), frozenset(avoid))
+                newest = self._clipped(self._newest(step.version))
+                step = self._plan(tip, newest, frozenset(avoid))
             except NotFoundError:
                 raise cause from None  # no way around: wait here, read again at the next poll
 
@@ -274,6 +280,9 @@ class Follower:
             )
         )
         return update
+
+    def _clipped(self, version: int) -> int:
+        return version if self._until is None else min(version, self._until)
 
     def _newest(self, known: int) -> int:
         hinted = read_head_hint(self._run)

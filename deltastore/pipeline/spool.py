@@ -50,10 +50,12 @@ class RankNote:
 
     Args:
         attempt: raised when the rank wants what was staged from there to be fetched anew.
+        until: nothing beyond this version is wanted; None: everything.
     """
 
     active: ActiveVersion
     attempt: int = 0
+    until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,13 +313,15 @@ def _point_of(row: object) -> ActiveVersion:
 
 
 def _note_row(note: RankNote) -> dict[str, Any]:
-    return {"active": _point_row(note.active), "attempt": note.attempt}
+    return {"active": _point_row(note.active), "attempt": note.attempt, "until": note.until}
 
 
 def _note_of(row: object) -> RankNote:
     match row:
-        case {"active": active, "attempt": int(attempt)}:
+        case {"active": active, "attempt": int(attempt), "until": None}:
             return RankNote(_point_of(active), attempt)
+        case {"active": active, "attempt": int(attempt), "until": int(until)}:
+            return RankNote(_point_of(active), attempt, check_version(until))
     raise FormatError("a rank's note has other fields", kind=Kind.FIELD)
 
 

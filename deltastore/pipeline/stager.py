@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from deltastore.clock import Clock
     from deltastore.events import EventSink
+    from deltastore.format.signing import TrustedKeys
     from deltastore.pipeline.staged import StagedUpdate
     from deltastore.repository.run import Run
 
@@ -77,6 +78,7 @@ class Stager:
         settings: `stage_max_bytes` limits the spool.
         hint_source: as the follower's.
         cache_max_bytes: of bodies, for announcements and ranks that lag.
+        trusted: keys that must have signed versions and shortcuts; None trusts the bucket.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Stager:
         hint_source: Callable[[int, float], int | None] | None = None,
         cache_max_bytes: int = CACHE_MAX_BYTES,
         seed: int = 0,
+        trusted: TrustedKeys | None = None,
     ) -> None:
         self._cache = BodyCache(run.store, run.name, max_bytes=cache_max_bytes)
         self._run = replace(run, store=self._cache)
@@ -100,6 +103,7 @@ class Stager:
         self._sink = sink
         self._hint_source = hint_source
         self._jitter = random.Random(seed)  # spreads polls, protects nothing
+        self._trusted = trusted
         self._lanes: list[_Lane] = []
         self._head_seen = -1
         self._offers: dict[str, Offer] = {}
@@ -167,6 +171,8 @@ class Stager:
             clock=self._clock,
             settings=self._settings,
             sink=self._sink,
+            trusted=self._trusted,
+            until=note.until,
         )
 
     def _advance(self, lane: _Lane) -> bool:

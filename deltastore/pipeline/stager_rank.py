@@ -8,6 +8,7 @@ background, and hands it to the applier at a safe point.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deltastore import errors
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from deltastore.clock import Clock
     from deltastore.format.layout import Layout
-    from deltastore.pipeline.spool import Offer
+    from deltastore.pipeline.spool import Offer, SpooledUpdate
     from deltastore.pipeline.staged import StagedUpdate
     from deltastore.repository.points import ActiveVersion
 
@@ -57,7 +58,9 @@ class StagedFeed:
         self._lock = threading.Lock()
         self._note = RankNote(active)
         self._asked_anew_at: ActiveVersion | None = None
+        self._resets = 0
         self._staged: StagedUpdate | None = None
+        self._spooled: SpooledUpdate | None = None  # what `_staged` was mapped from
         self._head_seen = active.version
         self._error: DeltastoreError | None = None
         self._current = False
@@ -85,19 +88,53 @@ class StagedFeed:
         """What is ready for activation; it stays staged."""
         return self._staged
 
-    def take(self) -> StagedUpdate | None:
-        """Take what is staged, to activate it; on failure call `reset`."""
+    @property
+    def spooled(self) -> SpooledUpdate | None:
+        """What `staged` was mapped from: it names the update to the other ranks of an engine."""
+        return self._spooled
+
+    @property
+    def until(self) -> int | None:
+        """The version beyond which nothing is staged."""
+        return self._note.until
+
+    def ask(self, until: int | None) -> None:
+        """Have nothing staged beyond that version; None: everything. Cheap when nothing changes."""
         with self._lock:
-            update, self._staged = self._staged, None
-            if update is not None:
-                self._say(RankNote(update.target, self._note.attempt))
+            if until == self._note.until:
+                return
+            staged = self._staged
+            if staged is not None and until is not None and staged.target.version > until:
+                self._staged = self._spooled = None
+            self._say(replace(self._note, until=until))
+
+    def take(self, expected: SpooledUpdate | None = None) -> StagedUpdate | None:
+        """Take what is staged, to activate it; on failure call `reset`.
+
+        Args:
+            expected: the update that all ranks of an engine agreed on: while another one is staged
+                here, nothing is taken.
+        """
+        with self._lock:
+            update, spooled = self._staged, self._spooled
+            if update is None or (expected is not None and not _same(spooled, expected)):
+                return None
+            self._staged = self._spooled = None
+            self._say(RankNote(update.target, 0, self._note.until))
         return update
+
+    def moved(self, active: ActiveVersion) -> None:
+        """The weights came to `active` by another way: what is staged from elsewhere is dropped."""
+        with self._lock:
+            if active != self._note.active:
+                self._staged = self._spooled = None
+                self._say(RankNote(active, 0, self._note.until))
 
     def reset(self, active: ActiveVersion) -> None:
         """Begin again from `active`: what was staged or taken is fetched anew."""
         with self._lock:
-            self._staged = None
-            self._say(RankNote(active, self._note.attempt + 1))
+            self._staged = self._spooled = None
+            self._say(self._anew(active))
 
     def poll(self) -> bool:
         """Look at the stager's offer; return whether something new is staged.
@@ -148,18 +185,18 @@ class StagedFeed:
             raise StorageError(
                 f"no stager works in {self._folder.path}",
                 kind=Kind.UNAVAILABLE,
-                hint="start `python -m workers.stager` on this host",
+                hint="start `deltastore stage` or `python -m workers.stager` on this host",
             )
         offer = self._folder.read_offer(self._rank)
         with self._lock:
-            note, staged = self._note, self._staged
+            note, held = self._note, self._spooled
         if offer is None or offer.note != note:
             self._current = False
             return False
         self._head_seen = max(self._head_seen, offer.head_seen)
         self._error = _trouble(offer)
         spooled = offer.update
-        if spooled is None or (staged is not None and staged.target == spooled.target):
+        if spooled is None or spooled == held:
             self._current = offer.current
             return False
         try:
@@ -174,7 +211,7 @@ class StagedFeed:
         with self._lock:
             if self._note != note:
                 return False  # `take` or `reset` came in between
-            self._staged = update
+            self._staged, self._spooled = update, spooled
         self._current = offer.current
         return True
 
@@ -183,7 +220,12 @@ class StagedFeed:
         with self._lock:
             if self._note == note and self._asked_anew_at != note.active:
                 self._asked_anew_at = note.active
-                self._say(RankNote(note.active, note.attempt + 1))
+                self._say(self._anew(note.active))
+
+    def _anew(self, active: ActiveVersion) -> RankNote:
+        """A note that this rank has never written: no offer can be for it yet."""
+        self._resets += 1
+        return RankNote(active, self._resets, self._note.until)
 
     def _say(self, note: RankNote) -> None:
         self._note = note
@@ -198,6 +240,10 @@ class StagedFeed:
             except DeltastoreError as err:
                 self._error = err  # shown to the actor; tried again after the wait
             self._clock.wait(self._stop, LOOK_S)
+
+
+def _same(one: SpooledUpdate | None, other: SpooledUpdate) -> bool:
+    return one is not None and one.sha256 == other.sha256 and one.target == other.target
 
 
 def _trouble(offer: Offer) -> DeltastoreError | None:

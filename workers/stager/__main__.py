@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deltastore.cli.keys import read_trusted
 from deltastore.config import FollowerSettings
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.pipeline.stager import Stager
@@ -31,6 +32,7 @@ def _work(config: WorkerConfig) -> None:
         raise InvalidInputError(
             "the file has no `stager` part", kind=Kind.SETTING, hint="see workers/config.py"
         )
+    trusted = settings.trusted_keys
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
     with ExitStack() as stack:
@@ -49,6 +51,7 @@ def _work(config: WorkerConfig) -> None:
             sink=at.sink,
             hint_source=None if hints is None else hints.wait,
             cache_max_bytes=settings.cache_max_bytes,
+            trusted=read_trusted(None if trusted is None else Path(trusted)),
         )
         stager.run(stopping)
 

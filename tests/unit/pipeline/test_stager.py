@@ -65,7 +65,7 @@ def stager(world, folder):
     made.close()
 
 
-def _stager(world, folder, **settings):
+def _stager(world, folder, *, trusted=None, **settings):
     run = open_run(world.home_store, RUN)
     return Stager(
         run,
@@ -74,6 +74,7 @@ def _stager(world, folder, **settings):
         clock=world.clock,
         settings=FollowerSettings(**settings),
         sink=world.events.append,
+        trusted=trusted,
     )
 
 
