@@ -141,6 +141,20 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
+def lend_credentials(region: RegionConfig) -> None:
+    """Put a region's keys where AWS tools look: for an engine and for what it starts.
+
+    Nothing where the file names no variables: they look there by themselves.
+    """
+    access_key, secret_key = _secret(region.access_key_env), _secret(region.secret_key_env)
+    if access_key is not None and secret_key is not None:
+        os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = (
+            access_key,
+            secret_key,
+        )
+        os.environ.pop("AWS_SESSION_TOKEN", None)  # belongs to other keys
+
+
 def user_cache_dir() -> Path:
     """deltastore's folder for what can be made again."""
     base = os.environ.get("XDG_CACHE_HOME", "")

@@ -18,7 +18,7 @@ from workers.actor.engine import Completions, GenerationStopped, parse_label
 from workers.sampling import MILLI
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from deltastore.pipeline.engine_control import ServedVersion
     from workers.actor.engine import Progress, Prompt
@@ -36,10 +36,12 @@ class VllmEngine:
 
     Args:
         llm: started with processed log-probabilities; nobody else steps it.
+        parameters: `vllm.SamplingParams`.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, parameters: Callable[..., Any]) -> None:
         self._engine = llm.llm_engine
+        self._parameters = parameters
         self._positions = int(llm.model_config.max_model_len)
         self._vocabulary = int(llm.model_config.get_vocab_size())
         self._calls = 0
@@ -85,10 +87,8 @@ class VllmEngine:
             self._engine.abort_request(left)
 
     def _add(self, request: str, prompt: Prompt, number: int) -> None:
-        from vllm import SamplingParams
-
         sampling = prompt.sampling
-        parameters = SamplingParams(
+        parameters = self._parameters(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=sampling.sample_seed(number),

@@ -20,6 +20,7 @@ from deltastore.errors import IntegrityError, InvalidInputError, Kind
 from deltastore.format.fingerprint import Fingerprint
 from deltastore.pipeline.replay import replay
 from workers.actor.ready import ReadyEngine
+from workers.wiring import lend_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,14 +67,13 @@ def start_vllm(
     else:
         folder = around.folder.made_scratch(settings.actor_id)
         start = fetch_checkpoint(run, folder, clock=around.clock)
-    arguments = engine_arguments(
-        start.folder,
-        settings.vllm,
-        follow_settings(run_at(around.config.region(settings.region), around.config.run), settings),
-        seed=around.config.seed,
-    )
+    region = around.config.region(settings.region)
+    lend_credentials(region)
+    follow = follow_settings(run_at(region, around.config.run), settings)
+    seed = around.config.seed
+    arguments = engine_arguments(start.folder, settings.vllm, follow, seed=seed)
     # Only now: the import takes seconds, and what is wrong with the settings is known before.
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     from deltastore.adapters.vllm.control import LLMControl
     from workers.actor.vllm_engine import VllmEngine
@@ -96,7 +96,7 @@ def start_vllm(
             safe_point=safe_point,
         )
         via = f"{start.via} v{weights.active.version}"
-        yield ReadyEngine(VllmEngine(llm), weights, via)
+        yield ReadyEngine(VllmEngine(llm, SamplingParams), weights, via)
     finally:
         llm.llm_engine.engine_core.shutdown()
 
