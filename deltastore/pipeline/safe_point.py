@@ -20,11 +20,9 @@ import logging
 import random
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deltastore.config import require
 from deltastore.errors import ApplyError, DeltastoreError, Kind
 from deltastore.events import (
     ActivationFailed,
@@ -34,6 +32,7 @@ from deltastore.events import (
     discard,
 )
 from deltastore.pipeline.engine_control import NEWEST, PauseMode, agreed, doubt
+from deltastore.pipeline.safe_point_view import SafePointSettings, SafePointView, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,74 +41,8 @@ if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.pipeline.engine_control import EngineControl, RankStatus, ServedVersion
 
+__all__ = ["SafePointDriver", "SafePointSettings", "SafePointView", "Turn"]
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SafePointSettings:
-    """When an engine pauses, and how long anything may take.
-
-    Args:
-        mode: what becomes of requests in flight.
-    """
-
-    mode: PauseMode = PauseMode.KEEP
-    min_interval_s: float = 2.0  # between two activations: each computes running requests' KV anew
-    jitter_s: float = 1.0  # a fleet that learns of a version at once shall not pause at once
-    look_s: float = 0.5  # between two looks at what is staged
-    settle_s: float = 2.0  # for all ranks to have staged the same; then the slow ones map it paused
-    reset_attempts: int = 5  # blocks that an offload still holds are free a moment later
-    reset_retry_s: float = 0.2
-    retry_min_s: float = 1.0  # after a failure; doubled each time
-    retry_max_s: float = 60.0
-    hold_max_s: float = 60.0  # requests wait for a held engine no longer than this
-
-    def __post_init__(self) -> None:
-        for name in ("min_interval_s", "jitter_s", "settle_s", "reset_retry_s", "hold_max_s"):
-            require(0 <= getattr(self, name) < 1e6, name, getattr(self, name), "0 or more seconds")
-        require(0 < self.look_s <= 60, "look_s", self.look_s, "above 0, at most 60 seconds")
-        require(1 <= self.reset_attempts <= 100, "reset_attempts", self.reset_attempts, "1 to 100")
-        require(
-            0 < self.retry_min_s <= self.retry_max_s,
-            "retry_min_s",
-            self.retry_min_s,
-            "above 0, at most retry_max_s",
-        )
-
-
-class Turn(StrEnum):
-    """What one turn of the driver came to."""
-
-    NOTHING = "nothing"
-    """Nothing was due."""
-    ACTIVATED = "activated"
-    """The engine serves another version than before."""
-    FAILED = "failed"
-    """It serves what it served before; `view().trouble` says why."""
-    HELD = "held"
-    """It serves nothing: paused, and `view().held` says why."""
-    RECOVERED = "recovered"
-    """It was held and serves again."""
-
-
-@dataclass(frozen=True, slots=True)
-class SafePointView:
-    """Where an engine is, for whoever asks. Immutable; a new one replaces it.
-
-    Args:
-        served: the version that forward passes use; None before it is known.
-        staged, head: as the foremost rank said last.
-        held: why the engine is out of rotation; empty when it is not.
-        trouble: what failed last, or keeps ranks from staging; empty when nothing does.
-        passed: seconds per stage of the last activation.
-    """
-
-    served: ServedVersion | None = None
-    staged: int | None = None
-    head: int | None = None
-    held: str = ""
-    trouble: str = ""
-    passed: SafePointPassed | None = None
 
 
 class SafePointDriver:
@@ -359,6 +292,7 @@ class SafePointDriver:
         self._view = replace(
             self._view,
             served=served,
+            ranks=tuple(statuses),
             staged=max((one.staged for one in statuses if one.staged is not None), default=None),
             head=max((one.head for one in statuses if one.head is not None), default=None),
             trouble="; ".join(troubles) or (self._error.message if self._error else ""),

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 SECTION = "deltastore"
 STAGERS = ("own", "shared")
 SERVER_KEYS = frozenset(
-    {"policy", "min_interval_s", "jitter_s", "drain_max_s", "pause_timeout_s", "poll_s"}
+    {
+        "policy",
+        "min_interval_s",
+        "jitter_s",
+        "poll_s",
+        "drain_max_s",
+        "pause_timeout_s",
+        "hold_max_s",
+        "events",
+    }
 )
 """Settings in the same section that are the API server's, not the workers'."""
 

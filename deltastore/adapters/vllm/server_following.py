@@ -1,0 +1,194 @@
+"""Two API servers that both pause one engine undo each other: one of them leads, the rest watch.
+
+The follower inside an API server: a thread that drives the server's engine (`safe_point.py`). With
+several API servers on one engine a file lock says which of them leads; the others read what it last
+wrote down, so that the health of each says the same, and take over when it dies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from deltastore.adapters.vllm.version_headers import read_label
+from deltastore.errors import FormatError, InvalidInputError, Kind
+from deltastore.events import both
+from deltastore.observability.jsonl import JsonlSink
+from deltastore.observability.metrics import Metrics
+from deltastore.pipeline.safe_point import SafePointDriver, SafePointView
+from deltastore.pipeline.spool import HeldLock
+from deltastore.storage.url import split_run_url
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deltastore.adapters.vllm.server_settings import ServerSettings
+    from deltastore.clock import Clock
+    from deltastore.events import Event
+    from deltastore.pipeline.engine_control import EngineControl, ServedVersion
+
+_LOG = logging.getLogger(__name__)
+STOP_WITHIN_S = 10.0
+MAX_WRITTEN_BYTES = 1 << 20
+
+
+class ServerFollowing:
+    """Follows a run for one API server, in a thread.
+
+    Args:
+        control: of the server's engine.
+        server: names the engine among those of this host; the same in all its API servers.
+    """
+
+    def __init__(
+        self, control: EngineControl, settings: ServerSettings, clock: Clock, *, server: str
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._look_s = settings.safe_points.look_s
+        self._run_name = split_run_url(settings.engine.run)[1]
+        self.metrics = Metrics(self._run_name)
+        self._log = None if settings.events is None else JsonlSink(settings.events, clock)
+        sink = both(self.metrics, _log_event)
+        self._driver = SafePointDriver(
+            control,
+            clock,
+            name=settings.engine.engine_name,
+            settings=settings.safe_points,
+            sink=sink if self._log is None else both(sink, self._log),
+        )
+        key = hashlib.sha256(server.encode()).hexdigest()[:16]
+        folder = settings.engine.spool_folder() / "servers"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock_path = folder / f"{key}.lock"
+        self._written_path = folder / f"{key}.json"
+        self._stopping = threading.Event()
+        self._leads = False
+        self._died = ""
+        self._read: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="deltastore-follower", daemon=True)
+
+    @property
+    def served(self) -> ServedVersion | None:
+        """The version that forward passes use; None before it is known."""
+        return self._driver.view().served if self._leads else read_label(self._read.get("served"))
+
+    @property
+    def held(self) -> str:
+        """Why the engine is out of rotation; empty when it is not."""
+        return self._died or (
+            self._driver.view().held if self._leads else str(self._read.get("held", ""))
+        )
+
+    def document(self) -> dict[str, Any]:
+        """What `GET /deltastore/status` answers."""
+        shown = _document(self._driver.view()) if self._leads else dict(self._read)
+        shown |= {"run": self._run_name, "leads": self._leads, "held": self.held}
+        return shown
+
+    def start(self) -> None:
+        """Begin, in the background."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let a turn in progress finish, at most `STOP_WITHIN_S`; then let go."""
+        self._stopping.set()
+        self._thread.join(STOP_WITHIN_S)
+        if self._log is not None:
+            self._log.close()
+
+    def _run(self) -> None:
+        try:
+            lock = self._await_lead()
+            if lock is None:
+                return
+            try:
+                self._lead()
+            finally:
+                lock.close()
+        except BaseException as err:
+            # Nobody else ends a pause: whoever asks for the server's health must learn of it.
+            self._died = f"the follower died: {type(err).__name__}: {err}"
+            raise
+
+    def _await_lead(self) -> HeldLock | None:
+        """The lock, once no other API server of this engine holds it; None when told to stop."""
+        while not self._stopping.is_set():
+            try:
+                return HeldLock(self._lock_path, what="the lead of this engine's API servers")
+            except InvalidInputError as err:
+                if err.kind is not Kind.LEASE_HELD:
+                    raise
+            self._read = _read_written(self._written_path)
+            self._clock.wait(self._stopping, self._look_s)
+        return None
+
+    def _lead(self) -> None:
+        self._leads = True
+        _LOG.info("this server follows run %s", self._run_name)
+        written: dict[str, Any] = {}
+        while not self._stopping.is_set():
+            self._driver.turn()
+            shown = _document(self._driver.view())
+            if shown != written:
+                self._write(shown)
+                written = shown
+            self._clock.wait(self._stopping, self._look_s)
+
+    def _write(self, shown: dict[str, Any]) -> None:
+        aside = self._written_path.with_suffix(".new")
+        try:
+            aside.write_text(json.dumps(shown), encoding="utf-8")
+            aside.replace(self._written_path)
+        except OSError as err:
+            _LOG.warning("other API servers cannot be told the state: %s", err)
+
+
+def _document(view: SafePointView) -> dict[str, Any]:
+    passed = view.passed
+    return {
+        "served": None if view.served is None else str(view.served),
+        "staged": view.staged,
+        "head": view.head,
+        "held": view.held,
+        "trouble": view.trouble,
+        "last_safe_point": None if passed is None else asdict(passed),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "active": None if rank.active is None else str(rank.active),
+                "staged": rank.staged,
+                "head": rank.head,
+                "poisoned": rank.poisoned,
+                "trouble": rank.trouble,
+                "dense_share": rank.dense_share,
+                "shadow_bytes": rank.shadow_bytes,
+                "scratch_bytes": rank.scratch_bytes,
+                "last_pause_s": rank.last_pause_s,
+            }
+            for rank in view.ranks
+        ],
+    }
+
+
+def _read_written(path: Path) -> dict[str, Any]:
+    """What the leader wrote down last; empty before it has."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_WRITTEN_BYTES + 1)
+        found = json.loads(text)
+    except FileNotFoundError:
+        return {}
+    except ValueError as err:
+        raise FormatError(f"{path} is not what a server writes", kind=Kind.FIELD) from err
+    if not isinstance(found, dict):
+        raise FormatError(f"{path} is not what a server writes", kind=Kind.FIELD)
+    return found
+
+
+def _log_event(event: Event) -> None:
+    _LOG.info("%s", event)

@@ -1,0 +1,129 @@
+"""One of several API servers leads; all say the same of the engine; settings are checked."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from deltastore.adapters.vllm.server_following import ServerFollowing
+from deltastore.adapters.vllm.server_settings import parse_server
+from deltastore.clock import SystemClock
+from deltastore.errors import InvalidInputError
+from deltastore.events import SafePointPassed
+from deltastore.observability.jsonl import read_events
+from deltastore.pipeline.engine_control import PauseMode
+from tests.unit.pipeline.scripted_engine import ScriptedEngine, served
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PROMPT = {"min_interval_s": 0, "jitter_s": 0, "poll_s": 0.01}
+
+
+def settings(folder: Path, **more: Any) -> Any:
+    """Settings of a server that looks often."""
+    return parse_server({"run": "file:///r/x", "folder": str(folder), **PROMPT, **more})
+
+
+def following(folder: Path, engine: ScriptedEngine, **more: Any) -> ServerFollowing:
+    """The follower of one API server of that engine."""
+    return ServerFollowing(engine, settings(folder, **more), SystemClock(), server="s:8000")
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    """Wait until it holds, at most ten seconds."""
+    for _ in range(1000):
+        if true():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came to that")
+
+
+def test_a_server_follows_in_the_background(tmp_path: Path) -> None:
+    """A staged version is activated, shown, counted and logged."""
+    engine = ScriptedEngine()
+    server = following(tmp_path, engine, events=str(tmp_path / "events.jsonl"))
+    server.start()
+    try:
+        eventually(lambda: server.served == served(1))
+        engine.staged = 2
+        eventually(lambda: server.served == served(2))
+        shown = server.document()
+    finally:
+        server.stop()
+    assert shown["served"] == str(served(2))
+    assert shown["last_safe_point"]["version"] == 2
+    assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
+    assert (shown["run"], shown["leads"], shown["held"]) == ("x", True, "")
+    logged = [one.event for one in read_events(tmp_path / "events.jsonl")]
+    assert [type(event) for event in logged] == [SafePointPassed]
+    assert b'deltastore_active_version{run="x"} 2.0' in server.metrics.text()
+
+
+def test_one_of_two_servers_leads_and_the_other_takes_over(tmp_path: Path) -> None:
+    """Two API servers on one engine: one pauses it, both say the same; then the other leads."""
+    engine = ScriptedEngine()
+    first, second = following(tmp_path, engine), following(tmp_path, engine)
+    first.start()
+    eventually(lambda: first.served == served(1))
+    second.start()
+    try:
+        eventually(lambda: second.served == served(1))
+        engine.staged = 2
+        engine.faults = [("update", "mixed"), *[("re_anchor", "before")] * 1000]
+        eventually(lambda: bool(second.held))
+        assert second.held == first.held
+        assert not second.document()["leads"]
+        first.stop()
+        engine.faults = []
+        eventually(lambda: second.document()["leads"] and second.served == served(2))
+        assert second.held == ""
+    finally:
+        first.stop()
+        second.stop()
+    assert engine.wrong == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_follower_that_dies_takes_the_server_out(tmp_path: Path) -> None:
+    """A fault of this library is not silence: the server says that nobody follows any more."""
+    engine = ScriptedEngine()
+    server = following(tmp_path, engine)
+    server.start()
+    eventually(lambda: server.served == served(1))
+    engine.status = lambda: 1 // 0
+    eventually(lambda: "ZeroDivisionError" in server.held)
+    server.stop()
+
+
+def test_the_servers_settings_are_those_that_were_set(tmp_path: Path) -> None:
+    """Every key arrives where it belongs; those of the workers pass as well."""
+    made = settings(tmp_path, policy="wait", drain_max_s=7, pause_timeout_s=8, hold_max_s=9)
+    assert made.safe_points.mode is PauseMode.WAIT
+    assert (made.bounds.drain_max_s, made.bounds.pause_s) == (7, 8)
+    assert (made.safe_points.hold_max_s, made.safe_points.look_s) == (9, 0.01)
+    assert made.engine.run == "file:///r/x"
+    assert made.events is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "boundary"),
+        ("policy", 1),
+        ("jitter_s", "2"),
+        ("min_interval_s", -1),
+        ("poll_s", 0),
+        ("pause_timeout_s", True),
+        ("events", 3),
+        ("polcy", "keep"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named(tmp_path: Path, name: str, value: object) -> None:
+    """Nothing is guessed and nothing is passed over."""
+    with pytest.raises(InvalidInputError) as caught:
+        settings(tmp_path, **{name: value})
+    assert {"poll_s": "look_s", "pause_timeout_s": "pause"}.get(name, name) in str(caught.value)
