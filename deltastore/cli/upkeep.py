@@ -24,6 +24,8 @@ from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
     TrustedKeysFile,
 )
 from deltastore.cli.output import Output
+from deltastore.errors import InvalidInputError, Kind
+from deltastore.pipeline.engine_control import PauseMode
 
 
 class Only(StrEnum):
@@ -173,6 +175,23 @@ def follow(
     poll_s: Annotated[
         float, typer.Option("--poll-s", min=0.05, help="Seconds between looks.")
     ] = 2.0,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm",
+            metavar="URL",
+            help="Keep this vLLM server at the newest version, through its development endpoints:"
+            " http://127.0.0.1:8000 or unix:///path.",
+        ),
+    ] = None,
+    policy: Annotated[
+        PauseMode,
+        typer.Option("--policy", help="With --vllm: what becomes of requests in flight."),
+    ] = PauseMode.KEEP,
+    within_s: Annotated[
+        float,
+        typer.Option("--within-s", min=1, help="With --vllm and --once: how long it may take."),
+    ] = 600.0,
     trusted_keys: TrustedKeysFile = None,
     endpoint_url: EndpointUrl = None,
     region: Region = None,
@@ -182,14 +201,32 @@ def follow(
     streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Follow a run: print each newest version, or keep a folder at it."""
+    """Follow a run: print each newest version, keep a folder at it, or a vLLM server."""
     from deltastore.cli.connection import Connection
     from deltastore.cli.follow import Following, follow_run
     from deltastore.cli.keys import read_trusted
 
-    following = Following(out, once, keep, poll_s, streams, read_trusted(trusted_keys))
     connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
+    if vllm is not None:
+        from deltastore.cli.follow_engine import EngineFollowing, follow_engine
+
+        _refuse_together("--vllm", "--out", out is not None)
+        engine = EngineFollowing(
+            vllm, policy, once, poll_s, within_s=within_s, trusted=trusted_keys
+        )
+        follow_engine(run_url, connection, engine, Output(as_json))
+        return
+    following = Following(out, once, keep, poll_s, streams, read_trusted(trusted_keys))
     follow_run(run_url, connection, following, Output(as_json))
+
+
+def _refuse_together(option: str, other: str, given: bool) -> None:
+    if given:
+        raise InvalidInputError(
+            f"{option} and {other} are two things to follow with",
+            kind=Kind.SETTING,
+            hint="run the command twice",
+        )
 
 
 def keygen(

@@ -64,9 +64,9 @@ class SafePointDriver:
         sink: EventSink = discard,
         seed: int | None = None,
     ) -> None:
+        self.name = name
         self._control = control
         self._clock = clock
-        self._name = name
         self._settings = settings or SafePointSettings()
         self._sink = sink
         self._jitter = random.Random(seed)  # spreads pauses, protects nothing
@@ -118,7 +118,7 @@ class SafePointDriver:
         with self._turning:
             if self._view.held:
                 raise ApplyError(
-                    f"{self._name} is held: {self._view.held}",
+                    f"{self.name} is held: {self._view.held}",
                     kind=Kind.POISONED,
                     hint="it resumes by itself when its weights are proved again",
                 )
@@ -189,7 +189,7 @@ class SafePointDriver:
             return self._settle(base, err)
         mode = self._settings.mode.value
         passed = SafePointPassed(
-            self._name, base.version, served.version, served.policy_hash, mode, **seconds
+            self.name, base.version, served.version, served.policy_hash, mode, **seconds
         )
         self._succeed()
         self._view = replace(self._view, served=served, staged=None, passed=passed)
@@ -200,9 +200,9 @@ class SafePointDriver:
         """After a failure: resume where every rank is proved to be at `base`, else hold."""
         self._failing = True
         target = self._view.staged if err.version is None else err.version
-        failed = ActivationFailed(self._name, target or base.version, err.kind.value, err.message)
+        failed = ActivationFailed(self.name, target or base.version, err.kind.value, err.message)
         self._sink(failed)
-        _LOG.warning("activation of version %s on %s failed: %s", target, self._name, err)
+        _LOG.warning("activation of version %s on %s failed: %s", target, self.name, err)
         try:
             statuses = self._control.status()
             why = doubt(statuses)
@@ -218,11 +218,11 @@ class SafePointDriver:
 
     def _hold(self, why: str, mode: PauseMode | None) -> None:
         """Take the engine out of rotation. `mode`: of a pause that is still to be made."""
-        _LOG.error("%s is held: %s", self._name, why)
+        _LOG.error("%s is held: %s", self.name, why)
         self._view = replace(self._view, held=why)
         self._held_s = self._clock.monotonic_s()
         self._cut = False
-        self._sink(EngineHeld(self._name, self._served_version(), why))
+        self._sink(EngineHeld(self.name, self._served_version(), why))
         if mode is not None:
             self._pause(mode)
 
@@ -239,8 +239,8 @@ class SafePointDriver:
         held_s = self._clock.monotonic_s() - self._held_s
         self._succeed()
         self._view = replace(self._view, served=served, staged=None, held="")
-        self._sink(EngineReleased(self._name, served.version, served.policy_hash, held_s))
-        _LOG.warning("%s serves again, at version %d", self._name, served.version)
+        self._sink(EngineReleased(self.name, served.version, served.policy_hash, held_s))
+        _LOG.warning("%s serves again, at version %d", self.name, served.version)
         return Turn.RECOVERED
 
     def _end_waiting(self) -> None:
@@ -252,7 +252,7 @@ class SafePointDriver:
             self._pause(PauseMode.ABORT)
             self._cut = True
         except DeltastoreError as err:
-            _LOG.warning("requests on %s could not be ended: %s", self._name, err)
+            _LOG.warning("requests on %s could not be ended: %s", self.name, err)
 
     def _holding_mode(self) -> PauseMode:
         """Nothing may finish on weights in doubt, so `wait` is none for a held engine."""
@@ -282,7 +282,7 @@ class SafePointDriver:
             if self._control.reset_caches():
                 return
         raise ApplyError(
-            f"caches of {self._name} could not be reset {self._settings.reset_attempts} times",
+            f"caches of {self.name} could not be reset {self._settings.reset_attempts} times",
             kind=Kind.CACHE_RESET,
             hint="an external connector may still hold blocks; see the engine's log",
         )

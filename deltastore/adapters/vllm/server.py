@@ -1,6 +1,7 @@
 """A server that must be told of every version is told too late: with this plugin it follows a run.
 
-The entry point of `vllm.endpoint_plugins`, loaded where VLLM_PLUGINS names it:
+What `deltastore.vllm_server`, the entry point of `vllm.endpoint_plugins`, gives to a server whose
+VLLM_PLUGINS names it:
 
     VLLM_PLUGINS=deltastore vllm serve MODEL --weight-transfer-config '{"backend": "deltastore"}' \
         --additional-config '{"deltastore": {"run": "s3://bucket/prefix/run", "policy": "keep"}}'
@@ -8,7 +9,7 @@ The entry point of `vllm.endpoint_plugins`, loaded where VLLM_PLUGINS names it:
 No development mode. The follower starts with the server, in the background; until it has found its
 version the server serves what it loaded. `/health` (and `/ping`) answer 503 while the engine is out
 of rotation or dead, else as before; `GET /deltastore/status` says where the engine is; responses
-say which version they came from (`version_headers.py`). Metrics join the server's own.
+say which version they came from (`version_headers.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request  # noqa: TC002 - the framework evaluates annotations at run time
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import REGISTRY
 
 from deltastore.adapters.vllm.control import AsyncControl
 from deltastore.adapters.vllm.plugin import uses_backend
@@ -32,8 +32,11 @@ from deltastore.adapters.vllm.version_headers import VersionHeaders, VersionWatc
 from deltastore.clock import SystemClock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractContextManager
 
+    from deltastore.adapters.vllm.server_settings import ServerSettings
+    from deltastore.events import EventSink
     from deltastore.pipeline.engine_control import ServedVersion
 
 _LOG = logging.getLogger(__name__)
@@ -42,12 +45,20 @@ HEALTH_PATHS = ("/health", "/ping")
 
 
 class DeltastoreEndpoints:
-    """vLLM's `EndpointPlugin`: routes, headers, and the follower of one API server."""
+    """vLLM's `EndpointPlugin`: routes, headers, and the follower of one API server.
+
+    Args:
+        observe: what takes the follower's events, from its start to the server's end.
+    """
 
     name = "deltastore"
     required_tasks = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self, observe: Callable[[ServerSettings], AbstractContextManager[EventSink]]
+    ) -> None:
+        self._observe = observe
+        self._around = ExitStack()
         self._watch = VersionWatch()
         self._following: ServerFollowing | None = None
 
@@ -93,8 +104,10 @@ class DeltastoreEndpoints:
         settings = parse_server(section)
         control = AsyncControl(engine_client, asyncio.get_running_loop(), bounds=settings.bounds)
         server = f"{os.getppid()} {args.host} {args.port} {getattr(args, 'uds', None)}"
-        self._following = ServerFollowing(control, settings, SystemClock(), server=server)
-        REGISTRY.register(self._following.metrics.registry)
+        sink = self._around.enter_context(self._observe(settings))
+        self._following = ServerFollowing(
+            control, settings, SystemClock(), server=server, sink=sink
+        )
         self._following.start()
 
     async def health(self, request: Request) -> Response:
@@ -122,7 +135,7 @@ class DeltastoreEndpoints:
         following, self._following = self._following, None
         if following is not None:
             await asyncio.to_thread(following.stop)
-            REGISTRY.unregister(following.metrics.registry)
+        self._around.close()
 
     def _served(self) -> ServedVersion | None:
         served = None if self._following is None else self._following.served
@@ -130,11 +143,6 @@ class DeltastoreEndpoints:
 
     def _held(self) -> str:
         return "" if self._following is None else self._following.held
-
-
-def endpoint_plugin() -> DeltastoreEndpoints:
-    """The entry point of `vllm.endpoint_plugins`."""
-    return DeltastoreEndpoints()
 
 
 def _log_where_the_engine_does() -> None:

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.adapters.vllm.version_headers import read_label
 from deltastore.errors import FormatError, InvalidInputError, Kind
-from deltastore.events import both
-from deltastore.observability.jsonl import JsonlSink
-from deltastore.observability.metrics import Metrics
+from deltastore.events import both, discard
 from deltastore.pipeline.safe_point import SafePointDriver, SafePointView
 from deltastore.pipeline.spool import HeldLock
 from deltastore.storage.url import split_run_url
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
     from deltastore.adapters.vllm.server_settings import ServerSettings
     from deltastore.clock import Clock
-    from deltastore.events import Event
+    from deltastore.events import Event, EventSink
     from deltastore.pipeline.engine_control import EngineControl, ServedVersion
 
 _LOG = logging.getLogger(__name__)
@@ -42,24 +40,28 @@ class ServerFollowing:
     Args:
         control: of the server's engine.
         server: names the engine among those of this host; the same in all its API servers.
+        sink: takes events besides the server's log.
     """
 
     def __init__(
-        self, control: EngineControl, settings: ServerSettings, clock: Clock, *, server: str
+        self,
+        control: EngineControl,
+        settings: ServerSettings,
+        clock: Clock,
+        *,
+        server: str,
+        sink: EventSink = discard,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._look_s = settings.safe_points.look_s
         self._run_name = split_run_url(settings.engine.run)[1]
-        self.metrics = Metrics(self._run_name)
-        self._log = None if settings.events is None else JsonlSink(settings.events, clock)
-        sink = both(self.metrics, _log_event)
         self._driver = SafePointDriver(
             control,
             clock,
             name=settings.engine.engine_name,
             settings=settings.safe_points,
-            sink=sink if self._log is None else both(sink, self._log),
+            sink=both(_log_event, sink),
         )
         key = hashlib.sha256(server.encode()).hexdigest()[:16]
         folder = settings.engine.spool_folder() / "servers"
@@ -98,8 +100,6 @@ class ServerFollowing:
         """Let a turn in progress finish, at most `STOP_WITHIN_S`; then let go."""
         self._stopping.set()
         self._thread.join(STOP_WITHIN_S)
-        if self._log is not None:
-            self._log.close()
 
     def _run(self) -> None:
         try:
