@@ -1,4 +1,4 @@
-"""An engine that is asked for version 5 must not be given 7: followers and feeds stop where told."""
+"""An engine that is asked for version 5 must not be given 7: feeds stop where they are told."""
 
 from __future__ import annotations
 
