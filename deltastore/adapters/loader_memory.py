@@ -7,6 +7,7 @@ which tensor a place in memory belongs to, and the bindings as they were before 
 from __future__ import annotations
 
 import hashlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from deltastore.errors import IntegrityError, Kind
 from deltastore.format.coverage import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from deltastore.adapters.region_overlap import Strided
 
@@ -33,11 +34,12 @@ class Owner:
     """One parameter or buffer under one of its names.
 
     Args:
-        module: that holds it, by its runtime name.
+        holder, module: that holds it, and its runtime name.
         parameter: its full runtime name.
         tensor: the very object that is bound there.
         data: a plain view of its memory.
         place: its bytes, counted from the start of its storage; None if it overlaps itself.
+        form: whether it stands for a parameter that is kept in another form after loading.
     """
 
     holder: torch.nn.Module
@@ -46,7 +48,20 @@ class Owner:
     tensor: torch.Tensor
     data: torch.Tensor
     place: Strided | None
-    trained: bool
+    form: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in its module."""
+        return self.parameter.rpartition(".")[2]
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """The module's table that it is bound in."""
+        slots: dict[str, Any] = (
+            self.holder._buffers if self.key in self.holder._buffers else self.holder._parameters
+        )
+        return slots
 
 
 class ModuleMemory:
@@ -55,18 +70,42 @@ class ModuleMemory:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self.owners = tuple(
-            Owner(holder, name, f"{name}.{key}" if name else key, tensor, data, place, trained)
+            _owner(holder, name, key, tensor)
             for name, holder in module.named_modules()
-            for slots, trained in ((holder._parameters, True), (holder._buffers, False))
+            for slots in (holder._parameters, holder._buffers)
             for key, tensor in slots.items()
             if tensor is not None and not tensor.is_meta
-            for data in (tensor.detach(),)
-            for place in (memory_of(data) if data.numel() else None,)
         )
+        self._formed: dict[str, torch.Tensor] = {}
         self._by_storage: dict[int, list[Owner]] = {}
         for owner in self.owners:
             if owner.data.numel():
                 self._by_storage.setdefault(storage_key(owner.data), []).append(owner)
+
+    @contextmanager
+    def bound(self, forms: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Bind tensors without memory in place of parameters that are kept in another form.
+
+        What a loader writes into them is known to belong to the parameter, and to be no copy.
+        """
+        holders = dict(self._module.named_modules())
+        bound: list[tuple[Owner, Any]] = []
+        self._formed = dict(forms)
+        try:
+            for parameter, tensor in forms.items():
+                module, _, key = parameter.rpartition(".")
+                owner = _owner(holders[module], module, key, tensor, form=True)
+                bound.append((owner, owner.slots.get(key)))
+                owner.slots[key] = tensor
+                self._by_storage.setdefault(storage_key(owner.data), []).append(owner)
+            yield
+        finally:
+            self._formed = {}
+            for owner, before in bound:
+                if before is None:
+                    del owner.slots[owner.key]
+                else:
+                    owner.slots[owner.key] = before
 
     @property
     def storages(self) -> frozenset[int]:
@@ -90,18 +129,22 @@ class ModuleMemory:
 
     def digests(self) -> dict[int, bytes]:
         """Per storage a digest of all of its bytes; one pass over the module."""
-        return {key: digest_memory(owners[0].data) for key, owners in self._by_storage.items()}
+        return {
+            key: digest_memory(owners[0].data)
+            for key, owners in self._by_storage.items()
+            if not owners[0].form
+        }
 
     def restore(self) -> list[tuple[Owner, Any]]:
         """Put back every tensor that was bound anew; returns them with what was bound."""
         changed: list[tuple[Owner, Any]] = []
         for owner in self.owners:
-            slots = owner.holder._parameters if owner.trained else owner.holder._buffers
-            key = owner.parameter.rpartition(".")[2]
-            found = slots.get(key)
+            if owner.parameter in self._formed:
+                continue
+            found = owner.slots.get(owner.key)
             if found is not owner.tensor:
                 changed.append((owner, found))
-                slots[key] = owner.tensor  # type: ignore[assignment]
+                owner.slots[owner.key] = owner.tensor
             elif _moved(owner):
                 changed.append((owner, owner.tensor.detach()))
                 owner.tensor.data = owner.data
@@ -131,7 +174,7 @@ def digest_memory(tensor: torch.Tensor) -> bytes:
     if tensor.device.type == "cpu":
         digest = hashlib.sha256()
         for chunk in chunks:
-            digest.update(memoryview(chunk.numpy()))
+            digest.update(chunk.numpy().data)
         return digest.digest()
     return mix_chunks(chunks)
 
@@ -158,6 +201,14 @@ def mix_chunks(chunks: tuple[torch.Tensor, ...]) -> bytes:
 
 def _signed(key: int) -> int:
     return key - _WRAP if key >= _WRAP >> 1 else key
+
+
+def _owner(
+    holder: torch.nn.Module, module: str, key: str, tensor: torch.Tensor, *, form: bool = False
+) -> Owner:
+    data = tensor.detach()
+    place = memory_of(data) if data.numel() else None
+    return Owner(holder, module, f"{module}.{key}" if module else key, tensor, data, place, form)
 
 
 def _moved(owner: Owner) -> bool:

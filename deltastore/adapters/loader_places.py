@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from deltastore.adapters.loader_recorder import Recorder, Write
     from deltastore.format.layout import Layout
 
+KEPT_OTHERWISE = "kept in another form after loading"
 MAX_REPEATS = 64
 """Places that one element may be broadcast to; a tensor with more is dense-only."""
 
@@ -55,6 +56,9 @@ def place_writes(recorder: Recorder, memory: ModuleMemory, layout: Layout) -> Pl
             reaches.append(_reach(storage, write, owners))
             if write.lineage.opaque:
                 dense.add(write.lineage, write.lineage.opaque)
+                continue
+            if owners[0].form:
+                dense.add(write.lineage, KEPT_OTHERWISE)
                 continue
             name, module = owners[0].parameter, owners[0].module
             for piece in write.lineage.pieces:

@@ -41,19 +41,32 @@ class LoaderTrace:
         dense_only: layout position of every tensor that is no set of placements -> why.
         unused: positions of tensors that the loader took and put nowhere in this process.
         reaches: every place in the module's memory that the loader writes, and from what.
+        forms: runtime names of parameters that are kept in another form after loading -> the
+            form in which the loader knows them.
     """
 
     placements: tuple[Placement, ...]
     dense_only: Mapping[int, str]
     unused: tuple[int, ...]
     reaches: tuple[Reach, ...]
+    forms: Mapping[str, torch.Tensor]
 
 
-def trace_loader(module: torch.nn.Module, load_weights: LoadWeights, layout: Layout) -> LoaderTrace:
+def trace_loader(
+    module: torch.nn.Module,
+    load_weights: LoadWeights,
+    layout: Layout,
+    *,
+    forms: Mapping[str, torch.Tensor] | None = None,
+) -> LoaderTrace:
     """Run a module's loader on stand-ins for every tensor of the layout, in one call.
 
     Tied tensors are offered under their canonical name; under all names only if the loader will
     not have it so. The module is left as it was.
+
+    Args:
+        forms: runtime names of parameters that the engine keeps in another form after loading
+            -> tensors on the meta device in the form that the loader knows.
 
     Raises:
         InvalidInputError(loader): the loader raised; names the tensor it was at.
@@ -61,19 +74,23 @@ def trace_loader(module: torch.nn.Module, load_weights: LoadWeights, layout: Lay
     """
     memory = ModuleMemory(module)
     before = memory.digests()
-    try:
-        recorder = _run(memory, load_weights, layout, aliases=False)
-    except InvalidInputError:
-        memory.require_unchanged(before)
-        if not any(spec.aliases for spec in layout.tensors):
-            raise
-        recorder = _run(memory, load_weights, layout, aliases=True)
+    forms = forms or {}
+    with memory.bound(forms):
+        try:
+            recorder = _run(memory, load_weights, layout, aliases=False)
+        except InvalidInputError:
+            memory.require_unchanged(before)
+            if not any(spec.aliases for spec in layout.tensors):
+                raise
+            recorder = _run(memory, load_weights, layout, aliases=True)
+        placed = place_writes(recorder, memory, layout)
     memory.require_unchanged(before)
-    placed = place_writes(recorder, memory, layout)
     reached = {tensor for reach in placed.reaches for tensor in reach.tensors}
     empty = {t for t, spec in enumerate(layout.tensors) if spec.elements == 0}
     unused = set(range(len(layout))) - reached - set(placed.dense_only) - empty
-    return LoaderTrace(placed.placements, placed.dense_only, tuple(sorted(unused)), placed.reaches)
+    return LoaderTrace(
+        placed.placements, placed.dense_only, tuple(sorted(unused)), placed.reaches, forms
+    )
 
 
 def _run(

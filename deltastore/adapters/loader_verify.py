@@ -15,7 +15,7 @@ from deltastore.adapters.float_casts import widen
 from deltastore.adapters.torch_tensors import device_patterns, integer_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from deltastore.adapters.loader_trace import LoaderTrace
     from deltastore.adapters.placements import Placement
@@ -44,12 +44,17 @@ def verify_bytes(trace: LoaderTrace, layout: Layout, read: Callable[[int], Bits]
     return demote(trace, repacked)
 
 
-def demote(trace: LoaderTrace, reasons: dict[int, str]) -> LoaderTrace:
-    """The trace with more tensors dense-only; reasons that it has already stay."""
-    dense = dict(sorted({**reasons, **trace.dense_only}.items()))
+def demote(trace: LoaderTrace, reasons: Mapping[int, str]) -> LoaderTrace:
+    """The trace with more tensors dense-only, of those that this process holds at all.
+
+    A tensor must be dense-only on all ranks that hold it if it is so on one: the reasons are those
+    of the report over all ranks. Reasons that the trace has already stay.
+    """
+    unused = set(trace.unused)
+    held = {tensor: why for tensor, why in reasons.items() if tensor not in unused}
+    dense = dict(sorted({**held, **trace.dense_only}.items()))
     kept = tuple(p for p in trace.placements if p.region.tensor not in dense)
-    unused = tuple(t for t in trace.unused if t not in dense)
-    return replace(trace, placements=kept, dense_only=dense, unused=unused)
+    return replace(trace, placements=kept, dense_only=dense)
 
 
 def _holds(placement: Placement, bits: Bits, layout: Layout) -> bool:
