@@ -18,7 +18,7 @@ from deltastore.chain.diff import block_offsets, flat_elements
 from deltastore.errors import IntegrityError, InvalidInputError, Kind
 from deltastore.format.block import Block, ValueKind
 from deltastore.format.fingerprint import ZERO, Fingerprint
-from deltastore.format.kernels_apply import gather_change, scatter
+from deltastore.format.kernels_apply import change_proved, gather_change, scatter
 from deltastore.format.kernels_base import frozen
 from deltastore.format.mixing import fingerprint_change
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from deltastore.format.box import Box
     from deltastore.format.dtypes import Bits
-    from deltastore.format.layout import BitState, Layout
+    from deltastore.format.layout import BitState, Layout, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,37 +67,37 @@ def apply_blocks(state: BitState, blocks: Iterable[Block]) -> Fingerprint:
     written; blocks before it are.
     """
     total = ZERO
+    low = high = 0
+    steps = ValueKind.STEPS
     for tensor, group in groupby(blocks, key=lambda block: block.tensor):
         _check_tensor(state, tensor)
         bits = _contiguous(state, tensor)
+        spec = state.layout.tensors[tensor]
         held: list[PreparedBlock] = []
         for block in group:
-            prepared = prepare_block(state.layout, block, bits)
-            if prepared.change == block.fingerprint_change:
-                prepared.write(bits)
-                total = total + prepared.change
+            _check_block(block, bits, spec)
+            offsets, base = _places(block, spec.element_shape)
+            change = block.fingerprint_change
+            found = change_proved(
+                bits, frozen(offsets), base, spec.first_element, frozen(block.values),
+                block.kind is not steps, np.uint64(change.low), np.uint64(change.high),
+            )  # fmt: skip
+            if found == (change.low, change.high):
+                low += change.low
+                high += change.high
             else:
-                held.append(prepared)
+                held.append(prepare_block(state.layout, block, bits))
         if held:
             total = total + _settle(state.layout, tensor, held)
             for prepared in held:
                 prepared.write(bits)
-    return total
+    return total + Fingerprint(low, high)
 
 
 def prepare_block(layout: Layout, block: Block, bits: Bits) -> PreparedBlock:
     """Work a block out on its tensor's flat bits (contiguous), writing nothing."""
     spec = layout.tensors[block.tensor]
-    if not block.box.fits(spec.element_shape) or block.values.dtype != bits.dtype:
-        raise InvalidInputError(
-            f"block at {block.box} of {block.values.dtype} does not fit {spec.name!r}",
-            kind=Kind.BOX,
-        )
-    if bits.shape != (spec.elements,):
-        raise InvalidInputError(
-            f"tensor {spec.name!r} has {bits.shape} bits, not ({spec.elements},)",
-            kind=Kind.TENSOR_SHAPE,
-        )
+    _check_block(block, bits, spec)
     offsets, base = _places(block, spec.element_shape)
     old = np.empty(offsets.size, bits.dtype)
     new = np.empty(offsets.size, bits.dtype)
@@ -165,6 +165,19 @@ def unsettled_tensors(changes: Iterable[tuple[Block, Fingerprint]]) -> list[int]
         gap = found - block.fingerprint_change
         open_sums[block.tensor] = open_sums.get(block.tensor, ZERO) + gap
     return [tensor for tensor, gap in open_sums.items() if gap != ZERO]
+
+
+def _check_block(block: Block, bits: Bits, spec: TensorSpec) -> None:
+    if not block.box.fits(spec.element_shape) or block.values.dtype != bits.dtype:
+        raise InvalidInputError(
+            f"block at {block.box} of {block.values.dtype} does not fit {spec.name!r}",
+            kind=Kind.BOX,
+        )
+    if bits.shape != (spec.elements,):
+        raise InvalidInputError(
+            f"tensor {spec.name!r} has {bits.shape} bits, not ({spec.elements},)",
+            kind=Kind.TENSOR_SHAPE,
+        )
 
 
 def _places(

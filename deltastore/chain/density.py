@@ -25,9 +25,14 @@ SMALL_ELEMENTS = 4096
 """Smaller boxes are judged from a sample: there may be 20,000 of them."""
 
 
+def sparse_for_sure(changes: int, elements: int) -> bool:
+    """Whether nobody need look at the values of a box to know that its sparse form is smaller."""
+    return changes * SPARSE_FOR_SURE <= elements
+
+
 def dense_is_smaller(indices: NDArray[np.uint32], steps: Bits, new: Bits) -> bool:
     """Whether the box's new patterns take fewer bits than its changes, as zstd would store both."""
-    if indices.size * SPARSE_FOR_SURE <= new.size:
+    if sparse_for_sure(indices.size, new.size):
         return False
     if new.size < SMALL_ELEMENTS:
         gap = new.size // indices.size

@@ -61,7 +61,5 @@ class Block:
 
 def total_change(blocks: Iterable[Block]) -> Fingerprint:
     """The sum of the blocks' fingerprint changes."""
-    total = ZERO
-    for block in blocks:
-        total = total + block.fingerprint_change
-    return total
+    changes = [block.fingerprint_change for block in blocks]
+    return ZERO + Fingerprint(sum(c.low for c in changes), sum(c.high for c in changes))

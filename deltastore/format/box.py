@@ -47,10 +47,13 @@ class Box:
 
     def fits(self, tensor_shape: tuple[int, ...]) -> bool:
         """Whether the box is well formed and lies inside a tensor of that element shape."""
-        if len(self.start) != len(self.shape) or min((*self.start, *self.shape), default=0) < 0:
+        if self.flat and len(self.start) == len(self.shape) == 1:
+            start, count = self.start[0], self.shape[0]
+            return start >= 0 and 0 <= count <= math.prod(tensor_shape) - start
+        if self.flat or len(self.start) != len(self.shape):
             return False
-        if self.flat:
-            return len(self.start) == 1 and self.start[0] + self.shape[0] <= math.prod(tensor_shape)
+        if min((*self.start, *self.shape), default=0) < 0:
+            return False
         return len(self.start) == len(tensor_shape) and all(
             s + n <= full for s, n, full in zip(self.start, self.shape, tensor_shape, strict=True)
         )

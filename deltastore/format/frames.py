@@ -52,6 +52,8 @@ KIND_NUMBERS = {kind: number for number, kind in enumerate(VALUE_KINDS)}
 GAPS = frozenset({LEB128_GAPS, GAP16_LOW, GAP16_HIGH, GAP16_WIDE})
 _DENSE = KIND_NUMBERS[ValueKind.DENSE]
 _WIDTHS = (8, 16, 32, 64)
+_WIDTH_CLASSES = np.zeros(65, np.int64)
+_WIDTH_CLASSES[list(_WIDTHS)] = range(len(_WIDTHS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,10 @@ class FrameColumns:
 
     def groups(self) -> Iterator[tuple[ValueKind, int, NDArray[np.bool_]]]:
         """Value kind, element width and block mask of every group of values that is there."""
-        for number, kind in enumerate(VALUE_KINDS):
-            for element_bits in _WIDTHS:
-                mask = (self.kinds == number) & (self.element_bits == element_bits)
-                if mask.any():
-                    yield kind, element_bits, mask
+        numbers = self.kinds * len(_WIDTHS) + _WIDTH_CLASSES[self.element_bits]
+        for number in np.flatnonzero(np.bincount(numbers)).tolist():
+            kind, width = divmod(number, len(_WIDTHS))
+            yield VALUE_KINDS[kind], _WIDTHS[width], numbers == number
 
     def decoded_bytes(self) -> int:
         """Bytes of the indices and values of all blocks once decoded."""

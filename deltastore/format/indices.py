@@ -83,26 +83,12 @@ def plan_indices(indices: NDArray[np.uint32], ends: Numbers, elements: Numbers) 
             f"indices of sparse block {bad} are not strictly increasing inside its box",
             kind=Kind.ORDER,
         )
-    counts = np.diff(ends, prepend=0)
-    rice_bytes = (costs[:, kernels_cost.COST_RICE_BITS] + 7) // 8
-    leb_bytes = costs[:, kernels_cost.COST_LEB_BYTES]
-    plane_bytes = (costs[:, kernels_cost.COST_PLANE_BITS] + 7) // 8
-    encodings = np.full(ends.size, int(IndexEncoding.RICE), np.int64)
-    encodings[leb_bytes < rice_bytes] = IndexEncoding.LEB128
-    saved = np.maximum(np.minimum(rice_bytes, leb_bytes) - plane_bytes, 0)
-    if int(saved.sum()) > PLANE_STREAMS_BYTES:
-        encodings[saved > 0] = IndexEncoding.GAP16
-    rice = encodings == IndexEncoding.RICE
-    leb = encodings == IndexEncoding.LEB128
-    planes = encodings == IndexEncoding.GAP16
-    return IndexPlan(
-        encodings,
-        np.where(rice, costs[:, kernels_cost.COST_RICE_PARAMETER], 0),
-        int(rice_bytes[rice].sum()),
-        int(leb_bytes[leb].sum()),
-        int(counts[planes].sum()),
-        int(costs[planes, kernels_cost.COST_WIDE_BYTES].sum()),
+    encodings = np.empty(ends.size, np.int64)
+    parameters = np.empty(ends.size, np.int64)
+    sizes = kernels_cost.choose_encodings(
+        frozen(ends), frozen(costs), PLANE_STREAMS_BYTES, encodings, parameters
     )
+    return IndexPlan(encodings, parameters, *sizes)
 
 
 def planned_bits(indices: NDArray[np.uint32], elements: int) -> int:

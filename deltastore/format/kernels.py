@@ -12,13 +12,13 @@ from deltastore.format.block import Block, ValueKind
 from deltastore.format.box import Box
 from deltastore.format.dtypes import DType
 from deltastore.format.fingerprint import ZERO
-from deltastore.format.kernels_apply import gather, gather_change, locate, scatter
+from deltastore.format.kernels_apply import change_proved, gather, gather_change, locate, scatter
 from deltastore.format.kernels_base import Array, frozen
 from deltastore.format.kernels_cost import plane_cost
-from deltastore.format.kernels_diff import scan_changes
+from deltastore.format.kernels_diff import scan_changes, scan_runs
 from deltastore.format.kernels_fingerprint import mix_change, mix_places, mix_run
 from deltastore.format.kernels_merge import is_increasing, merge_changes
-from deltastore.format.kernels_values import estimated_step_bits
+from deltastore.format.kernels_values import estimated_bits_of_each, estimated_step_bits
 from deltastore.format.layout import Layout, TensorEntry
 from deltastore.format.segment import SegmentIdentity, decode_segment, encode_segment
 
@@ -50,11 +50,16 @@ def _warm_width(old: Array, new: Array) -> None:
     steps = np.empty(_ELEMENTS, old.dtype)
     scan_changes(frozen(old), frozen(new), 0, 0, indices, steps, 0)
     wide = np.arange(4, dtype=np.int64)
+    whole = frozen(np.array([_ELEMENTS - 1], np.int64))
+    counts, changes = np.empty(1, np.int64), np.empty((1, 2), np.uint64)
+    runs = frozen(old[:-1]), frozen(new[:-1])
+    scan_runs(*runs, whole, whole, indices, steps, counts, changes)
     some = wide.astype(np.uint32)
     row = frozen(np.array([2, 2], np.int64))
     locate(frozen(some), frozen(wide[:2]), row, row, np.empty(4, np.int64))
     mix_run(frozen(old), 0)
     estimated_step_bits(frozen(new))
+    estimated_bits_of_each(frozen(new[:-1]), whole, counts)
     plane_cost(frozen(np.ones(256, np.int64)), 256, 256)
     mix_places(frozen(wide), frozen(old[:4]))
     mix_change(frozen(wide), 0, frozen(old[:4]), frozen(new[:4]), 4)
@@ -64,6 +69,7 @@ def _warm_width(old: Array, new: Array) -> None:
         gather(old, offsets, 0, values)
         scatter(old, offsets, 0, frozen(values))
         gather_change(old, offsets, 0, 0, frozen(values), False, values.copy(), values.copy())
+        change_proved(old, offsets, 0, 0, frozen(values), False, np.uint64(0), np.uint64(0))
     sides = [frozen(column) for column in (wide, values, kinds)]
     merge_changes(*sides, *sides, np.empty(8, np.int64), np.empty(8, old.dtype), np.empty(8, "u1"))
     is_increasing(frozen(wide))

@@ -78,6 +78,26 @@ def gather_change(
 
 
 @kernel
+def change_proved(
+    weights: Array,
+    offsets: Array,
+    base: Any,
+    first: Any,
+    values: Array,
+    absolute: Any,
+    low: Any,
+    high: Any,
+) -> Any:
+    """`gather_change`, then `scatter` if the change found is (low, high); returns it."""
+    old = np.empty(offsets.size, weights.dtype)
+    new = np.empty(offsets.size, weights.dtype)
+    found_low, found_high = gather_change(weights, offsets, base, first, values, absolute, old, new)
+    if found_low == low and found_high == high:
+        scatter(weights, offsets, base, new)
+    return found_low, found_high
+
+
+@kernel
 def locate(indices: Array, start: Array, shape: Array, full: Array, out: Array) -> Any:
     """Offsets in a tensor of shape `full` of the row-major indices of a box."""
     rank = shape.size

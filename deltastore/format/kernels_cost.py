@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deltastore.format.kernels_base import Array, kernel
-from deltastore.format.kernels_index import ESCAPE, MAX_RICE_PARAMETER
+from deltastore.format.kernels_index import ESCAPE, GAP16, LEB128, MAX_RICE_PARAMETER, RICE
 
 U = np.uint64
 
@@ -175,3 +175,43 @@ def index_costs(indices: Array, ends: Array, elements: Array, costs: Array) -> A
         costs[block, COST_PLANE_BITS] = planes + wide * 8
         begin = end
     return -1
+
+
+@kernel
+def choose_encodings(
+    ends: Array, costs: Array, least_saved: Any, encodings: Array, parameters: Array
+) -> Any:
+    """Each block's smallest encoding: bytes of (Rice codes, LEB128, one plane, wide gaps) in all.
+
+    Planes are taken only where they save more than `least_saved` bytes over all blocks.
+    """
+    saved = np.int64(0)
+    for block in range(ends.size):
+        rice_bytes = (costs[block, COST_RICE_BITS] + 7) // 8
+        plane_bytes = (costs[block, COST_PLANE_BITS] + 7) // 8
+        other = min(rice_bytes, costs[block, COST_LEB_BYTES])
+        saved += max(other - plane_bytes, 0)
+    planes_pay = saved > least_saved
+    rice = np.int64(0)
+    leb = np.int64(0)
+    plane = np.int64(0)
+    wide = np.int64(0)
+    begin = np.int64(0)
+    for block in range(ends.size):
+        rice_bytes = (costs[block, COST_RICE_BITS] + 7) // 8
+        plane_bytes = (costs[block, COST_PLANE_BITS] + 7) // 8
+        leb_bytes = costs[block, COST_LEB_BYTES]
+        parameters[block] = 0
+        if planes_pay and plane_bytes < min(rice_bytes, leb_bytes):
+            encodings[block] = GAP16
+            plane += ends[block] - begin
+            wide += costs[block, COST_WIDE_BYTES]
+        elif leb_bytes < rice_bytes:
+            encodings[block] = LEB128
+            leb += leb_bytes
+        else:
+            encodings[block] = RICE
+            parameters[block] = costs[block, COST_RICE_PARAMETER]
+            rice += rice_bytes
+        begin = ends[block]
+    return rice, leb, plane, wide

@@ -79,3 +79,35 @@ def scan_changes(
             found_steps[i] = new_values[i] - old_values[i]
         position = end
     return position, count, low, high
+
+
+@kernel
+def scan_runs(
+    old: Array,
+    new: Array,
+    ends: Array,
+    firsts: Array,
+    indices: Array,
+    steps: Array,
+    counts: Array,
+    changes: Array,
+) -> Any:
+    """Scan many short runs that lie end to end, each by itself: a call costs more than they do.
+
+    `ends[r]` is where run r ends in `old` and `new`, `firsts[r]` the flat index of its element 0.
+    Appends each run's indices (in the run) and steps, for which there is one place more than
+    elements; `counts[r]` says how many, `changes[r]` holds the two lanes. Returns the total.
+    """
+    begin = np.int64(0)
+    total = np.int64(0)
+    for run in range(ends.size):
+        end = ends[run]
+        _position, count, low, high = scan_changes(
+            old[begin:end], new[begin:end], 0, firsts[run], indices[total:], steps[total:], 0
+        )
+        counts[run] = count
+        changes[run, 0] = low
+        changes[run, 1] = high
+        total += count
+        begin = end
+    return total

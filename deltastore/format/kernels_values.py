@@ -166,3 +166,12 @@ def estimated_step_bits(steps: Array) -> Any:
                 size >>= U(1)
                 bits += 1
     return bits * steps.size // max(seen, 1)
+
+
+@kernel
+def estimated_bits_of_each(steps: Array, ends: Array, out: Array) -> Any:
+    """`estimated_step_bits` of many short stretches, which end at `ends[i]`, into `out[i]`."""
+    begin = np.int64(0)
+    for i in range(ends.size):
+        out[i] = estimated_step_bits(steps[begin : ends[i]])
+        begin = ends[i]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class TensorSpec:
         shape: items per dimension, as a checkpoint states it; () is a scalar.
         first_element: offset of its first element in the flat element space.
         aliases: further checkpoint names of the same storage (tied tensors).
+
+    What follows from these is worked out once; it is asked for at every version, of every tensor.
     """
 
     name: str
@@ -42,16 +44,17 @@ class TensorSpec:
     shape: tuple[int, ...]
     first_element: int
     aliases: tuple[str, ...] = ()
+    elements: int = field(init=False, repr=False, compare=False)
+    """Number of elements: of complex tensors two per item."""
+    element_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The shape in elements: complex tensors gain a last dimension of 2."""
 
-    @property
-    def elements(self) -> int:
-        """Number of elements: of complex tensors two per item."""
-        return math.prod(self.shape) * self.dtype.elements_per_item
-
-    @property
-    def element_shape(self) -> tuple[int, ...]:
-        """The shape in elements: complex tensors gain a last dimension of 2."""
-        return (*self.shape, 2) if self.dtype.elements_per_item == 2 else self.shape
+    def __post_init__(self) -> None:
+        per_item = self.dtype.elements_per_item
+        object.__setattr__(self, "elements", math.prod(self.shape) * per_item)
+        object.__setattr__(
+            self, "element_shape", (*self.shape, 2)[: len(self.shape) + per_item - 1]
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -72,11 +75,13 @@ class TensorEntry:
 class Layout:
     """The ordered tensor table. Immutable; equality is equality of digests."""
 
-    __slots__ = ("_by_name", "digest", "elements", "tensors")
+    __slots__ = ("_by_name", "digest", "elements", "size_bytes", "tensors")
 
     def __init__(self, tensors: tuple[TensorSpec, ...]) -> None:
         self.tensors = tensors
         self.elements = tensors[-1].first_element + tensors[-1].elements if tensors else 0
+        self.size_bytes = sum(spec.size_bytes for spec in tensors)
+        """Bytes of a dense state."""
         self._by_name = _index_names(tensors)
         self.digest = hashlib.sha256(self.canonical_bytes()).hexdigest()
 
@@ -108,11 +113,6 @@ class Layout:
 
     def __len__(self) -> int:
         return len(self.tensors)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of a dense state."""
-        return sum(spec.size_bytes for spec in self.tensors)
 
     def position(self, name: str) -> int | None:
         """Where the tensor of that name or alias stands, or None."""

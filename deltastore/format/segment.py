@@ -24,7 +24,7 @@ from deltastore.format.frames import (
 )
 from deltastore.format.indices import IndexEncoding, Numbers
 from deltastore.format.kernels_base import frozen
-from deltastore.format.kernels_values import estimated_step_bits
+from deltastore.format.kernels_values import estimated_bits_of_each, estimated_step_bits
 from deltastore.format.layout import Layout, require_same_layout
 from deltastore.format.segment_checks import (
     DEFAULT_LIMITS,
@@ -63,6 +63,7 @@ __all__ = [
     "decode_segment",
     "encode_segment",
     "estimated_bytes",
+    "estimated_sizes",
     "segment_encodings",
 ]
 
@@ -228,14 +229,30 @@ def segment_encodings(data: bytes | memoryview) -> frozenset[str]:
 
 def estimated_bytes(block: Block) -> int:
     """About how many bytes a block takes in a segment, for packing; never far below the truth."""
+    if block.kind is ValueKind.STEPS:
+        return _sparse_bytes(block, int(estimated_step_bits(frozen(block.values))))
     if block.kind is ValueKind.DENSE:
         return block.values.nbytes + 64
-    gap = max(block.box.elements // block.nnz, 1)
-    index_bits = block.nnz * (gap.bit_length() + 1)
-    value_bits = block.nnz * block.values.itemsize * 8
-    if block.kind is ValueKind.STEPS:
-        value_bits = int(estimated_step_bits(frozen(block.values)))
-    return (index_bits + value_bits) // 8 + 64
+    return _sparse_bytes(block, block.values.nbytes * 8)
+
+
+def estimated_sizes(blocks: Sequence[Block]) -> list[int]:
+    """`estimated_bytes` of each: one call where they are many and alike, as small tensors are."""
+    kinds = {(block.kind, block.values.dtype) for block in blocks}
+    if len(kinds) != 1 or next(iter(kinds))[0] is not ValueKind.STEPS or len(blocks) == 1:
+        return [estimated_bytes(block) for block in blocks]
+    ends = np.cumsum([block.values.size for block in blocks])
+    bits = np.empty(ends.size, np.int64)
+    values = np.concatenate([block.values for block in blocks])
+    estimated_bits_of_each(frozen(values), frozen(ends), bits)
+    return [_sparse_bytes(*pair) for pair in zip(blocks, bits.tolist(), strict=True)]
+
+
+def _sparse_bytes(block: Block, value_bits: int) -> int:
+    box, count = block.box, block.values.size
+    elements = box.shape[0] if box.flat else box.elements
+    gap = max(elements // count, 1)
+    return (count * (gap.bit_length() + 1) + value_bits) // 8 + 64
 
 
 def _stream_bytes(columns: FrameColumns) -> Numbers:

@@ -47,8 +47,9 @@ def tensors_of(layout: Layout, blocks: Sequence[Block]) -> Numbers:
 
 def columns_of(layout: Layout, tensors: Numbers, blocks: Sequence[Block]) -> FrameColumns:
     """The table's columns of the blocks; index encodings are still to be chosen."""
+    numbers = {kind.value: number for kind, number in KIND_NUMBERS.items()}
     return FrameColumns(
-        np.array([KIND_NUMBERS[block.kind] for block in blocks], np.int64),
+        np.array([numbers[block.kind.value] for block in blocks], np.int64),
         layout_columns(layout).element_bits[tensors],
         np.array([block.values.size for block in blocks], np.int64),
         np.array([block.box.elements for block in blocks], np.int64),
@@ -61,20 +62,19 @@ def check_blocks(blocks: Sequence[Block], columns: FrameColumns) -> None:
     """Refuse blocks whose arrays do not fit each other, and more than a reader would hold."""
     widths = columns.element_bits.tolist()
     sizes = columns.elements.tolist()
+    whole = ValueKind.DENSE
     for block, bits, elements in zip(blocks, widths, sizes, strict=True):
-        dense = block.kind is ValueKind.DENSE
-        indices = block.indices
+        dense = block.kind is whole
+        indices, values = block.indices, block.values
+        count = values.size
         if (
-            block.values.dtype.kind != "u"
-            or block.values.itemsize * 8 != bits
-            or block.values.ndim != 1
+            values.dtype.kind != "u"
+            or values.itemsize * 8 != bits
+            or values.ndim != 1
             or dense != (indices is None)
-            or not 0 < block.values.size <= elements <= MAX_BOX_ELEMENTS
-            or (dense and block.values.size != elements)
-            or (
-                indices is not None
-                and (indices.dtype != np.uint32 or indices.shape != block.values.shape)
-            )
+            or not 0 < count <= elements <= MAX_BOX_ELEMENTS
+            or (dense and count != elements)
+            or (indices is not None and (indices.dtype != np.uint32 or indices.shape != (count,)))
         ):
             raise InvalidInputError(
                 f"block of tensor {block.tensor} at {block.box} is malformed: {block.kind.name},"

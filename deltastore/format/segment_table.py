@@ -88,20 +88,23 @@ def write_table(
     forms = columns.kinds | (columns.encodings << _ENCODING_SHIFT) | np.where(flat, 0, _BOXED)
     rice = columns.encodings == IndexEncoding.RICE
     starts = np.array([box.start[0] if box.flat else 0 for box in boxes], np.int64)
+    rows = [row for frame in frames for row in frame.streams]
     parts = [
         forms.astype(np.uint8).tobytes(),
-        _numbers(np.diff(tensors, prepend=0)),
+        _numbers(tensors[:1], tensors[1:] - tensors[:-1]),
         columns.parameters[rice].astype(np.uint8).tobytes(),
-        _numbers(columns.counts[columns.kinds != _DENSE]),
-        _numbers((starts - _run_origins(tensors, flat, starts, columns.elements))[flat]),
-        _numbers(columns.elements[flat]),
         _numbers(
-            np.array([n for b in boxes if not b.flat for n in (*b.start, *b.shape)], np.int64)
+            columns.counts[columns.kinds != _DENSE],
+            (starts - _run_origins(tensors, flat, starts, columns.elements))[flat],
+            columns.elements[flat],
+            np.array([n for b in boxes if not b.flat for n in (*b.start, *b.shape)], np.int64),
+            np.array([n for f in frames for n in (f.blocks, len(f.streams))], np.int64),
         ),
-        _numbers(np.array([n for f in frames for n in (f.blocks, len(f.streams))], np.int64)),
-        bytes(row.stream for frame in frames for row in frame.streams),
-        _numbers(np.array([s.raw_bytes for f in frames for s in f.streams], np.int64)),
-        _numbers(np.array([s.stored_bytes for f in frames for s in f.streams], np.int64)),
+        bytes(row.stream for row in rows),
+        _numbers(
+            np.array([row.raw_bytes for row in rows], np.int64),
+            np.array([row.stored_bytes for row in rows], np.int64),
+        ),
     ]
     return b"".join(parts)
 
@@ -249,7 +252,8 @@ def _run_origins(
     return origins
 
 
-def _numbers(values: Numbers) -> bytes:
+def _numbers(*columns: Numbers) -> bytes:
+    values = np.concatenate(columns)
     out = np.empty(9 * values.size, np.uint8)
     return out[: kernels.write_numbers(frozen(values), out)].tobytes()
 

@@ -39,6 +39,18 @@ SMALLEST_PACKED_BYTES = 16
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
+_LONG_MATCHES = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    window_log=19,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    min_match=7,
+    write_content_size=True,
+    write_checksum=False,
+    write_dict_id=False,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StreamRow:
@@ -65,18 +77,7 @@ class Packer:
     __slots__ = ("_even", "_repeating")
 
     def __init__(self, level: int) -> None:
-        long_matches = zstandard.ZstdCompressionParameters(
-            strategy=zstandard.STRATEGY_FAST,
-            window_log=19,
-            hash_log=6,
-            chain_log=6,
-            search_log=1,
-            min_match=7,
-            write_content_size=True,
-            write_checksum=False,
-            write_dict_id=False,
-        )
-        self._even = zstandard.ZstdCompressor(compression_params=long_matches)
+        self._even = zstandard.ZstdCompressor(compression_params=_LONG_MATCHES)
         self._repeating = zstandard.ZstdCompressor(
             level=level, write_content_size=True, write_checksum=False, write_dict_id=False
         )

@@ -2,9 +2,11 @@
 
 Compares a source with the bits of the last committed version, box by box, in runs of at most 2^22
 elements. The runs of one box are compared on `threads` threads (the scan releases the interpreter
-lock). A box is finished before the next is asked for: its bits may be a view of live memory.
+lock); small boxes are copied and compared many at a time. Nothing of a box is read after the next
+was asked for: its bits may be a view of live memory.
 
-Memory: of each thread one run's changes, and those of `threads` runs that wait for their turn.
+Memory: of each thread one run's changes, and those of `threads` runs that wait for their turn; what
+`ShortRuns` holds.
 """
 
 from __future__ import annotations
@@ -14,13 +16,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from deltastore.chain.diff import diff_box, diff_run
+from deltastore.chain.diff_many import SHORT_RUN_ELEMENTS, ShortRuns
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.box import MAX_BOX_ELEMENTS
+from deltastore.format.segment_table import layout_columns
 from deltastore.pipeline.protocols import DiffingSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from deltastore.format.block import Block
     from deltastore.format.fingerprint import Fingerprint
@@ -39,25 +45,44 @@ class Differ:
     def blocks(
         self, source: WeightSource, base: BitState, fingerprint: Fingerprint
     ) -> Iterator[Block]:
-        """Blocks of all that differs, by tensor and start if the source's boxes come so.
+        """What `batches` gives, one by one."""
+        for batch in self.batches(source, base, fingerprint):
+            yield from batch
+
+    def batches(
+        self, source: WeightSource, base: BitState, fingerprint: Fingerprint
+    ) -> Iterator[Sequence[Block]]:
+        """Blocks of all that differs, by tensor and start if the source's boxes come so: those of
+        many small tensors together, larger ones by themselves.
 
         A DiffingSource compares by itself; `fingerprint` is the base's.
 
         Raises InvalidInputError at the end unless the boxes cover every element exactly once.
         """
         if isinstance(source, DiffingSource):
-            yield from source.changes(base, fingerprint)
+            for block in source.changes(base, fingerprint):
+                yield (block,)
             return
         covered = [0] * len(self._layout)
-        for box in source.boxes(self._layout):
-            covered[box.tensor] += box.box.elements
-            yield from self._diff_box(box, base)
-        short = [
-            spec.name
-            for spec, elements in zip(self._layout.tensors, covered, strict=True)
-            if elements != spec.elements
-        ]
-        if short:
+        runs = ShortRuns(self._layout)
+        for offered in source.boxes(self._layout):
+            tensor, box = offered.tensor, offered.box
+            elements = box.shape[0] if box.flat else box.elements
+            covered[tensor] += elements
+            if box.flat and 0 < elements <= SHORT_RUN_ELEMENTS:
+                start = box.start[0]
+                old = base.arrays[tensor][start : start + elements]
+                ready = runs.add(tensor, box, old, offered.bits)
+                if ready:
+                    yield ready
+                continue
+            yield runs.take()
+            for block in self._diff_box(offered, base):
+                yield (block,)
+        yield runs.take()
+        wrong = np.flatnonzero(covered != layout_columns(self._layout).elements)
+        if wrong.size:
+            short = [self._layout.tensors[tensor].name for tensor in wrong.tolist()]
             raise InvalidInputError(
                 f"the source does not cover {len(short)} tensors exactly once: {short[:5]}",
                 kind=Kind.TENSOR_SHAPE,
@@ -78,7 +103,7 @@ class Differ:
                 yield block
             return
         start, count = box.start[0], box.shape[0]
-        if count <= MAX_BOX_ELEMENTS:  # most tensors: no thread is faster than this one
+        if count <= MAX_BOX_ELEMENTS:  # no thread is faster than this one
             old = base[start : start + count]
             block = diff_run(layout, tensor, start, old, source.bits) if count else None
             if block is not None:

@@ -36,9 +36,13 @@ class HostSource:
     def boxes(self, layout: Layout) -> Iterator[SourceBox]:
         """One flat box per tensor, as views."""
         same = layout == self.state.layout
+        whole: dict[int, Box] = {}
         for position, spec in enumerate(layout.tensors):
             bits = self.state.arrays[position] if same else self.state[spec.name]
-            yield SourceBox(position, Box.run(0, bits.size), bits)
+            box = whole.get(bits.size)
+            if box is None:
+                box = whole.setdefault(bits.size, Box.run(0, bits.size))
+            yield SourceBox(position, box, bits)
 
 
 class HostTarget:

@@ -20,13 +20,13 @@ from deltastore.format.manifest import SegmentRef
 from deltastore.format.segment import (
     SegmentIdentity,
     encode_segment,
-    estimated_bytes,
+    estimated_sizes,
     segment_encodings,
 )
 from deltastore.storage.store import PutMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future, ThreadPoolExecutor
 
     from deltastore.clock import Clock
@@ -84,13 +84,14 @@ class Outbox:
         self._jobs: list[Future[SentSegment]] = []
         self.blocks: list[Block] = []
 
-    def add(self, block: Block) -> None:
-        """Take a block; blocks while encoders and uploader are full."""
-        self.blocks.append(block)
-        self._gathered.append(block)
-        self._gathered_bytes += estimated_bytes(block)
-        if self._gathered_bytes >= self._target_bytes:
-            self.flush()
+    def add(self, blocks: Sequence[Block]) -> None:
+        """Take blocks; blocks while encoders and uploader are full."""
+        self.blocks.extend(blocks)
+        for block, size_bytes in zip(blocks, estimated_sizes(blocks), strict=True):
+            self._gathered.append(block)
+            self._gathered_bytes += size_bytes
+            if self._gathered_bytes >= self._target_bytes:
+                self.flush()
 
     def flush(self) -> None:
         """Send what has been gathered as a segment of its own."""

@@ -299,8 +299,8 @@ class Publisher:
             clock=self._clock,
         )
         try:
-            for block in self._differ.blocks(self._source, base, head.core.fingerprint_after):
-                outbox.add(block)
+            for blocks in self._differ.batches(self._source, base, head.core.fingerprint_after):
+                outbox.add(blocks)
             publication.captured.set()
             captured_s = self._clock.monotonic_s()
             outbox.flush()
