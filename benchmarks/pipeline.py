@@ -144,6 +144,7 @@ class Published:
     seconds: float
     """Until its commit."""
     cpu_s: float
+    """Of all threads, until the baseline is that version."""
     captured_s: float
     """Until the weights may change."""
     manifest: VersionManifest
@@ -151,7 +152,6 @@ class Published:
 
 def publish(trainer: Trainer, publisher: Publisher, *, step: bool = True) -> Published:
     """Publish the state after another step, or as it is."""
-    publisher._baseline.promote()  # the version before is history: its promotion is not measured
     if step:
         trainer.step()
     started, cpu = time.perf_counter(), time.process_time()
@@ -160,6 +160,7 @@ def publish(trainer: Trainer, publisher: Publisher, *, step: bool = True) -> Pub
     captured_s = time.perf_counter() - started
     manifest = publication.result(600)
     seconds = time.perf_counter() - started
+    publisher._worker.submit(int).result(600)  # the baseline has moved as well
     return Published(seconds, time.process_time() - cpu, captured_s, manifest)
 
 
