@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from moto.server import ThreadedMotoServer
 
 from deltastore.testing.servers import RedisServer, SeaweedServer
 
@@ -73,6 +72,8 @@ def s3_bucket(s3_server: SeaweedServer) -> str:
 @pytest.fixture(scope="session")
 def moto_endpoint() -> Iterator[str]:
     """moto's own HTTP server in a thread: it checks no signature, and takes any keys."""
+    from moto.server import ThreadedMotoServer  # not in vLLM's environment
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
