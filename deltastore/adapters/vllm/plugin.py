@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from deltastore.adapters.vllm.cpu_start import claim_tiles, pass_by_odd_attributes
 from deltastore.adapters.vllm.prepacking import on_cpu, unpacked_weights
 from deltastore.adapters.vllm.versions import find_facts, refusal
 from deltastore.adapters.vllm.weight_marker import mark_weights
@@ -40,7 +41,8 @@ def register() -> None:
     module = "deltastore.adapters.vllm.backend"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "DeltastoreEngine")
     if on_cpu():
-        _claim_tiles()
+        claim_tiles()
+        pass_by_odd_attributes()
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -52,13 +54,6 @@ def uses_backend(vllm_config: Any) -> bool:
     """Whether an engine's weights come through this backend."""
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     return transfer is not None and transfer.backend == BACKEND
-
-
-def _claim_tiles() -> None:
-    """Ask the kernel for the tile registers, which vLLM's kernels on x86 use unasked."""
-    import torch
-
-    torch.cpu._init_amx()
 
 
 def _extend_worker(worker_class: Any) -> None:

@@ -1,0 +1,186 @@
+"""An update that reaches most of a model serves a mixture: what is not covered is refused at start.
+
+What this rank holds of the run's tensors, as the engine's own loader says: traced, compared with
+the bytes of the checkpoint that was loaded, and covered over all ranks together.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deltastore.adapters.dense_shadow import DenseShadows
+from deltastore.adapters.loader_coverage import closures, local_coverage, require_coverage
+from deltastore.adapters.loader_trace import trace_loader, verify_bytes
+from deltastore.adapters.loader_verify import demote
+from deltastore.adapters.placed_target import PlacedTarget
+from deltastore.adapters.safetensors_dir import CheckpointReader
+from deltastore.adapters.safetensors_scan import scan_checkpoint
+from deltastore.adapters.vllm.prepacking import unpacked_weights
+from deltastore.adapters.vllm.reload import loader_forms, reload_tensors
+from deltastore.adapters.vllm.rendezvous import meet
+from deltastore.format.mixing import fingerprint_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    import torch
+
+    from deltastore.adapters.loader_coverage import CoverageReport
+    from deltastore.adapters.loader_trace import LoaderTrace
+    from deltastore.adapters.vllm.settings import EngineSettings
+    from deltastore.clock import Clock
+    from deltastore.format.dtypes import Bits
+    from deltastore.format.fingerprint import Fingerprint
+    from deltastore.format.layout import Layout
+    from deltastore.pipeline.group import Group
+
+
+MAX_NAMES = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """What one rank holds.
+
+    Args:
+        target: its weights.
+        coverage: of the whole engine, for people and for `deltastore_status`; JSON.
+        dense_share: part of the layout's bytes that is loaded anew rather than written, 0 to 1.
+        shadow_bytes: of this rank's host copies of dense-only tensors.
+    """
+
+    target: PlacedTarget
+    coverage: dict[str, Any]
+    dense_share: float
+    shadow_bytes: int
+
+
+class EngineModel:
+    """The parts of a worker's model that its weights depend on."""
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, checkpoint: Path) -> None:
+        self.module = model
+        self._model_config = model_config
+        self._checkpoint = checkpoint
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Run the engine's own loader."""
+        return self.module.load_weights(weights)  # type: ignore[operator]
+
+    def reload(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load exactly these, with what vLLM does after loading, without packing."""
+        with unpacked_weights():
+            reload_tensors(self.module, self._model_config, named)
+
+    def runtime(self, modules: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Parameters and buffers of modules, with their names."""
+        for name in modules:
+            module = self.module.get_submodule(name)
+            for part, tensor in (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ):
+                yield f"{name}.{part}", tensor
+
+    def read(self, layout: Layout, tensor: int) -> Bits:
+        """The bits of a tensor as the engine has loaded it."""
+        with CheckpointReader(scan_checkpoint(self._checkpoint), layout) as reader:
+            return reader.tensor(tensor)
+
+    def reader(self, layout: Layout) -> CheckpointReader:
+        """All of them, with its files open in a `with`."""
+        return CheckpointReader(scan_checkpoint(self._checkpoint), layout)
+
+
+def find_holdings(
+    model: EngineModel,
+    layout: Layout,
+    group: Group,
+    settings: EngineSettings,
+    clock: Clock,
+    folder: Path,
+) -> Holdings:
+    """Trace the loader and cover all weights of all ranks. Collective.
+
+    Raises InvalidInputError on every rank alike, naming what is not covered, IntegrityError when
+    the loader changed weights.
+    """
+    held: list[Holdings] = []
+    found: list[LoaderTrace] = []
+
+    def trace() -> dict[str, Any]:
+        with model.reader(layout) as reader:
+            traced = trace_loader(
+                model.module, model.load, layout, forms=loader_forms(model.module)
+            )
+            verified = verify_bytes(traced, layout, reader.tensor)
+        found.append(verified)
+        return {"coverage": json.dumps(local_coverage(verified, layout, model.module))}
+
+    parts = [json.loads(one["coverage"]) for one in meet(group, clock, trace)]
+    report = require_coverage(
+        layout,
+        parts,
+        allow_dense=settings.allow_dense,
+        unused=settings.unused,
+        unfilled=settings.unfilled,
+    )
+
+    def build() -> dict[str, Any]:
+        trace = demote(found[0], report.dense)
+        shadows = None
+        if trace.dense_only:
+            with model.reader(layout) as reader:
+                shadows = DenseShadows(
+                    layout,
+                    trace.dense_only,
+                    closures(trace, layout),
+                    reader.tensor,
+                    reload=model.reload,
+                    runtime=model.runtime,
+                    folder=folder,
+                )
+
+        def unused_fingerprint(tensor: int) -> Fingerprint:
+            return fingerprint_run(model.read(layout, tensor), layout.tensors[tensor].first_element)
+
+        target = PlacedTarget(
+            layout,
+            trace.placements,
+            shadows=shadows,
+            unused=trace.unused,
+            unused_fingerprint=unused_fingerprint,
+            scratch_max_bytes=settings.scratch_max_bytes,
+        )
+        held.append(
+            Holdings(
+                target,
+                _document(report, layout),
+                report.dense_share,
+                0 if shadows is None else shadows.size_bytes,
+            )
+        )
+        return {}
+
+    meet(group, clock, build)
+    return held[0]
+
+
+def _document(report: CoverageReport, layout: Layout) -> dict[str, Any]:
+    """The report as JSON; long lists are cut, their lengths are not."""
+    names = [spec.name for spec in layout.tensors]
+    dense = [[names[tensor], why] for tensor, why in report.dense.items()]
+    return {
+        "tensors": len(layout),
+        "elements": layout.elements,
+        "placed": report.placed,
+        "dense": len(dense),
+        "dense_names": dense[:MAX_NAMES],
+        "dense_bytes": report.dense_bytes,
+        "total_bytes": layout.size_bytes,
+        "unused": [names[tensor] for tensor in report.unused[:MAX_NAMES]],
+        "unfilled": list(report.unfilled[:MAX_NAMES]),
+    }

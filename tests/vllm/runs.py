@@ -1,0 +1,207 @@
+"""Runs of tiny models, published as a trainer does, and what engines that follow them must be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typer.testing import CliRunner
+
+import deltastore
+from deltastore.adapters.safetensors_dir import load_state, scan_checkpoint
+from deltastore.chain.lattice import Span
+from deltastore.cli.app import app
+from deltastore.clock import SystemClock
+from deltastore.maintenance.composites import write_composite
+from deltastore.maintenance.settings import MaintenanceSettings
+from deltastore.pipeline.host import HostSource
+from deltastore.repository.resolve import find_head
+from deltastore.repository.way import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from deltastore.format.layout import BitState
+    from deltastore.pipeline.publisher import Publisher
+    from deltastore.repository.run import Run
+
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt_token_ids": [1, 2, 3]},
+    {"prompt_token_ids": list(range(100, 180))},
+]
+STEPS = np.array([1, -1], np.int64)
+
+
+def cli(*words: str | Path) -> dict[str, Any]:
+    """Run the `deltastore` command and return its JSON document."""
+    result = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert isinstance(document, dict)
+    return document
+
+
+@dataclass
+class TinyRun:
+    """A run in a folder, and the trainer that publishes to it.
+
+    Args:
+        folder: for the run, its replayed checkpoints and the engines' spool.
+        checkpoint: version 0.
+    """
+
+    folder: Path
+    checkpoint: Path
+    name: str = "r1"
+    seed: int = 0
+    publishers: list[Publisher] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.url = f"file://{self.folder}/runs/{self.name}"
+        self.rng = np.random.default_rng(self.seed)
+        cli("init", self.url, "--checkpoint", self.checkpoint)
+
+    @cached_property
+    def run(self) -> Run:
+        """The run as its store has it."""
+        return deltastore.connect(self.url).run
+
+    @cached_property
+    def state(self) -> BitState:
+        """The trainer's weights; change them between publishes."""
+        return load_state(scan_checkpoint(self.checkpoint), self.run.layout)
+
+    @property
+    def body_folder(self) -> Path:
+        """Where the run's objects are."""
+        return self.folder / "runs" / self.name
+
+    @property
+    def spool(self) -> Path:
+        """Where engines meet their stager."""
+        return self.folder / "spool"
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        """An engine's section in the additional configuration."""
+        near = {"run": self.url, "folder": str(self.spool), "poll_min_s": 0.05}
+        return {**near, "vote_timeout_s": 20, "stage_wait_s": 20, **more}
+
+    def arguments(self, **more: Any) -> dict[str, Any]:
+        """Arguments for `start_engine` of an engine that follows the run."""
+        return {
+            "weight_transfer_config": {"backend": "deltastore"},
+            "additional_config": {"deltastore": self.settings(**more)},
+        }
+
+    def change(self, share: float = 0.02) -> None:
+        """Move a share of all elements by one step, as an optimizer does, and some far."""
+        for bits in self.state.arrays:
+            places = self.rng.random(bits.size) < share
+            bits[places] += self.rng.choice(STEPS, int(places.sum())).astype(bits.dtype)
+            far = self.rng.random(bits.size) < share / 50
+            bits[far] ^= bits.dtype.type(1 << 5)
+
+    def publish(self, change: Callable[[], None] | None = None) -> int:
+        """Train one step and publish it; the new version."""
+        (change or self.change)()
+        if not self.publishers:  # taking the run over commits the state as the next version
+            self.publishers.append(deltastore.connect(self.url).publisher(HostSource(self.state)))
+            return int(self.publishers[0].head.core.version)
+        publication = self.publishers[0].publish(find_head(self.run) + 1)
+        assert publication is not None
+        return int(publication.result(60).core.version)
+
+    def compose(self, base: int, version: int) -> None:
+        """Make the composite that leads from `base` to `version`."""
+        found = survey(self.run, find_head(self.run), lowest=0, streams=2)
+        write_composite(
+            self.run,
+            found,
+            Span(base, version),
+            clock=SystemClock(),
+            settings=MaintenanceSettings(),
+        )
+
+    def lose_deltas(self, *versions: int) -> None:
+        """Delete the bodies of deltas, as retention does."""
+        for version in versions:
+            for path in (self.body_folder / "deltas").glob(f"*{version}/*"):
+                path.unlink()
+
+    def replayed(self, version: int) -> Path:
+        """The checkpoint folder that `deltastore replay` makes of a version."""
+        out = self.folder / f"replayed-{version}"
+        if not out.exists():
+            cli("replay", self.url, "--version", str(version), "--out", out)
+        return out
+
+    def label(self, version: int) -> str:
+        """What an engine at that version says that it is."""
+        policy_hash = cli("show", self.url, "--version", str(version))["version"]["policy_hash"]
+        return f"{version}:{policy_hash}"
+
+    def close(self) -> None:
+        """Let go of the trainer's threads."""
+        for publisher in self.publishers:
+            publisher.close()
+
+
+def initialise(engine: Any, **settings: Any) -> None:
+    """Have an engine find its version, and begin to stage."""
+    engine.init_weight_transfer_engine({"init_info": settings})
+
+
+def update(engine: Any, version: int | str) -> None:
+    """One whole update, as vLLM's interface has it."""
+    engine.start_weight_update()
+    engine.update_weights({"update_info": {"version": version}})
+    engine.finish_weight_update()
+
+
+def statuses(engine: Any) -> list[dict[str, Any]]:
+    """What every rank says of itself."""
+    found = engine.collective_rpc("deltastore_status")
+    assert isinstance(found, list)
+    return found
+
+
+def generate(engine: Any, tokens: int = 12) -> list[tuple[Any, ...]]:
+    """Greedy tokens and log-probs; prompts are computed anew, whatever was cached."""
+    from vllm import SamplingParams
+
+    assert engine.reset_prefix_cache()
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=5, ignore_eos=True)
+    outputs = [one.outputs[0] for one in engine.generate(PROMPTS, sampling, use_tqdm=False)]
+    return [
+        (
+            list(one.token_ids),
+            [{key: value.logprob for key, value in row.items()} for row in one.logprobs],
+        )
+        for one in outputs
+    ]
+
+
+def digests(engine: Any) -> list[dict[str, str]]:
+    """SHA-256 of every parameter and buffer of every rank; the engine's own extension or model."""
+    found = engine.collective_rpc(parameter_digests)
+    assert isinstance(found, list)
+    return found
+
+
+def parameter_digests(worker: Any) -> dict[str, str]:
+    """Of one worker: runtime name -> SHA-256 of the bytes."""
+    import torch
+
+    model = worker.get_model()
+    rows = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: hashlib.sha256(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, tensor in rows
+    }
