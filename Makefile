@@ -7,8 +7,9 @@
 #   make env-vllm, test-vllm   vLLM's own environment, and the tests that run the real engine
 #   make test-radosgw, test-ministack   the stores' suite on servers that are not in the environment
 #   make demo       the whole loop on this machine: LR=1e-6 STEPS=16 ENGINE=transformers
+#   make demo-vllm  the same with actors on vLLM (ENGINE=vllm); VLLM_VENV=… is where vLLM is
 #   make chaos      ten minutes of faults on real processes: MINUTES=10 SEED=1
-#   make bench-codec  (and so on) a table, and build/bench/codec.json
+#   make bench-codec  (and so on) a table, and build/bench/codec.json; bench-vllm in vLLM's own
 #   make clean      removes what these made, .venv included; runs/ stays
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 LR ?= 3e-5
-STEPS ?= 16
+STEPS ?= $(if $(filter vllm,$(ENGINE)),12,16)
 MINUTES ?= 10
 SEED ?= 1
 ENGINE ?= transformers
@@ -30,7 +31,8 @@ WARM_STAMP := $(VENV)/.warm-stamp
 VLLM_STAMP := $(VLLM_VENV)/.env-stamp
 KERNELS := $(wildcard deltastore/format/kernels*.py)
 
-.PHONY: env env-vllm lint test test-slow test-vllm test-radosgw test-ministack demo chaos clean
+.PHONY: env env-vllm lint test test-slow test-vllm test-radosgw test-ministack demo demo-vllm bench-vllm \
+  chaos clean
 .DELETE_ON_ERROR:
 
 env: $(WARM_STAMP)
@@ -83,12 +85,19 @@ test-slow: env
 test-radosgw test-ministack: test-%: env
 	tests/conformance/run_$*.sh $(CURDIR)/$(BIN)/python
 
-demo: env
-	$(BIN)/python -m workers.demo --lr $(LR) --steps $(STEPS) --engine $(ENGINE) $(DEMO_FLAGS)
+demo: env $(if $(filter vllm,$(ENGINE)),env-vllm)
+	$(BIN)/python -m workers.demo --lr $(LR) --steps $(STEPS) --engine $(ENGINE) \
+	  $(if $(filter vllm,$(ENGINE)),--vllm-python $(VLLM_BIN)/python) $(DEMO_FLAGS)
+
+demo-vllm:
+	$(MAKE) demo ENGINE=vllm
 
 # The same seed injects the same faults; FOLDER=… keeps what it leaves.
 chaos: env
 	$(BIN)/python -m workers.chaos --minutes $(MINUTES) --seed $(SEED) $(if $(FOLDER),--folder $(FOLDER))
+
+bench-vllm: env-vllm
+	$(VLLM_BIN)/python -m benchmarks.vllm
 
 bench-%: env
 	$(BIN)/python -m benchmarks.$*

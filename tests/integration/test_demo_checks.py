@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,10 @@ from deltastore.events import ActorJoined, PublishFailed, StepTrained, VersionPu
 from deltastore.observability.jsonl import StampedEvent
 from deltastore.observability.view import RunView
 from workers.demo import ending, outside
-from workers.demo.settings import JOINER, DemoSettings
+from workers.demo.settings import THREE, DemoSettings
 from workers.run_folder import FinalReport, RunFolder
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+JOINER = THREE.joiner.actor_id
 TRAINER = FinalReport("trainer", 3, "ab" * 32, "cd" * 16)
 
 
@@ -88,16 +87,30 @@ def _published(version: int, delta_bytes: int) -> StampedEvent:
     [(0, 0, False), (2, 29, False), (2, 30, True), (2, 300, True), (3, 300, False)],
 )
 def test_a_join_without_the_chain_does_not_count(
-    version: int, size_bytes: int, passed: bool
+    settings: DemoSettings, version: int, size_bytes: int, passed: bool
 ) -> None:
     """The late actor joined at a published version and fetched at least the deltas up to it."""
     view = RunView()
-    assert not ending.check_join(view).passed
+    assert not ending.check_join(view, settings).passed
     view.fold([_published(1, 10), _published(2, 20)])
-    view.fold([StampedEvent(9, ActorJoined(JOINER.actor_id, version, "deltas", size_bytes, 2.0))])
-    check = ending.check_join(view)
+    view.fold([StampedEvent(9, ActorJoined(JOINER, version, "deltas", size_bytes, 2.0))])
+    check = ending.check_join(view, settings)
     assert check.passed is passed
     assert f"{size_bytes:,} bytes" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("via", "passed"),
+    [("checkpoint v0 + 2 deltas", True), ("checkpoint v1 + 1 deltas", False), ("full v2", False)],
+)
+def test_a_join_on_vllm_has_to_come_the_whole_way(tmp_path: Path, via: str, passed: bool) -> None:
+    """An engine whose stager says nothing of bytes joined from version 0 by every delta."""
+    settings = DemoSettings(tmp_path, engine="vllm", vllm_python=Path(sys.executable))
+    view = RunView()
+    view.fold([_published(1, 10), _published(2, 20)])
+    joiner = settings.cast.joiner.actor_id
+    view.fold([StampedEvent(9, ActorJoined(joiner, 2, via, 0, 2.0))])
+    assert ending.check_join(view, settings).passed is passed
 
 
 def test_a_reported_failure_is_not_forgotten() -> None:

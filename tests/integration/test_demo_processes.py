@@ -57,6 +57,18 @@ def test_leaving_the_fleet_ends_even_a_child_that_ignores_sigterm(tmp_path: Path
     assert children[0].process.returncode == -signal.SIGKILL
 
 
+def test_a_child_may_run_in_another_environment(tmp_path: Path) -> None:
+    """Actors on an engine that needs its own environment are started with that one's Python."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$ENGINE with $4 $5"\n')
+    python.chmod(0o755)
+    with Fleet(tmp_path / "logs", {}, SystemClock()) as fleet:
+        variables = {"ENGINE": "vllm"}
+        child = fleet.start("a1", "actor", [], threads=1, python=python, variables=variables)
+        child.process.wait(timeout=30)
+    assert child.tail() == "vllm with 0 actor"
+
+
 def test_a_failed_child_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     """An unexpected exit stops the demo with the child's name, code and last words."""
     environment = _module(tmp_path, "failing", "import sys\nprint('no disk')\nsys.exit(7)\n")

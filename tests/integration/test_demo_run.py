@@ -143,6 +143,7 @@ def _wait_for_workers(runs_dir: Path) -> dict[str, psutil.Process]:
         (["--steps", "0"], "steps = 0 is not allowed"),
         (["--lr", "nan"], "lr = nan is not allowed"),
         (["--engine", "abacus"], "engine = 'abacus' is not allowed"),
+        (["--engine", "vllm", "--vllm-python", "no-python"], "vllm_python = 'no-python' is not"),
         (["--model", "nowhere"], "nowhere"),
     ],
 )

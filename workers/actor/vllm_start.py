@@ -8,7 +8,6 @@ that is, and stage by themselves. The engine is shut down on every way out.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,23 +27,23 @@ if TYPE_CHECKING:
 
     from deltastore.adapters.vllm.verbs import RankVerbs
     from deltastore.clock import Clock
+    from deltastore.pipeline.replay import JoinReport
     from deltastore.repository.run import Run
     from workers.actor.safe_point import SafePoint
     from workers.config import ActorConfig, RegionConfig
     from workers.vllm_settings import VllmSettings
     from workers.wiring import Surroundings
 
-_LOG = logging.getLogger(__name__)
 BACKEND = "deltastore"
 STREAMS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A checkpoint folder to start an engine on, and what it is, for people."""
+    """A checkpoint folder to start an engine on; `report` says how it was made, if it was."""
 
     folder: Path
-    via: str
+    report: JoinReport | None = None
 
 
 @contextmanager
@@ -63,7 +62,7 @@ def start_vllm(
         )
     run = around.regions[settings.region]
     if around.checkpoint is not None:
-        start = Start(around.checkpoint, "checkpoint")
+        start = Start(around.checkpoint)
     else:
         folder = around.folder.made_scratch(settings.actor_id)
         start = fetch_checkpoint(run, folder, clock=around.clock)
@@ -88,15 +87,14 @@ def start_vllm(
             run,
             name=settings.actor_id,
             fingerprint=lambda: live_fingerprint(control),
-            via=start.via,
+            start=start.report,
             most_rebuilds=settings.leave_poisoned_after,
             catch_up_s=settings.catch_up_s,
             clock=around.clock,
             sink=around.sink,
             safe_point=safe_point,
         )
-        via = f"{start.via} v{weights.active.version}"
-        yield ReadyEngine(VllmEngine(llm, SamplingParams), weights, via)
+        yield ReadyEngine(VllmEngine(llm, SamplingParams), weights, weights.via)
     finally:
         llm.llm_engine.engine_core.shutdown()
 
@@ -177,5 +175,4 @@ def fetch_checkpoint(run: Run, folder: Path, *, clock: Clock) -> Start:
     parts = read_parts(run, streams=STREAMS)
     out = folder / f"checkpoint-{replayed.manifest.core.version}"
     write_checkpoint(replayed.state, out, headers=parts.headers, extras=parts.extras)
-    _LOG.info("%s: %d bytes read", replayed.report.via, replayed.report.size_bytes)
-    return Start(out, replayed.report.via)
+    return Start(out, replayed.report)

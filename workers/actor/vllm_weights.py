@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.format.fingerprint import Fingerprint
     from deltastore.pipeline.engine_control import EngineControl, RankStatus, ServedVersion
+    from deltastore.pipeline.replay import JoinReport
     from deltastore.repository.run import Run
     from workers.actor.safe_point import SafePoint
 
@@ -53,7 +54,7 @@ class VllmWeights:
         control: of the engine, initialised: its ranks know the version that they are at.
         run: in the actor's own region.
         fingerprint: a whole pass over the live weights of all ranks.
-        via: how the weights came to their version, for people.
+        start: how the checkpoint was made that the engine started on; None: it was there.
         most_rebuilds: rebuilds in a row, without an activation in between, before giving up.
         catch_up_s: how long to wait, before the first lease, for what exists to be staged.
         safe_point: shared with whoever runs forward passes.
@@ -68,7 +69,7 @@ class VllmWeights:
         *,
         name: str,
         fingerprint: Callable[[], Fingerprint],
-        via: str,
+        start: JoinReport | None,
         most_rebuilds: int,
         catch_up_s: float,
         clock: Clock,
@@ -79,7 +80,6 @@ class VllmWeights:
         self._run = run
         self._name = name
         self._fingerprint = fingerprint
-        self._via = via
         self._most_rebuilds = most_rebuilds
         self._catch_up_s = catch_up_s
         self._clock = clock
@@ -97,6 +97,8 @@ class VllmWeights:
                 hint="see the engine's log",
             )
         self._view = _seen(statuses, active)
+        self.via = f"checkpoint v{active.version}" if start is None else start.via
+        self._read_bytes = 0 if start is None else start.size_bytes
 
     @property
     def active(self) -> ServedVersion:
@@ -140,8 +142,8 @@ class VllmWeights:
                     break
                 self._clock.sleep_s(POLL_S)
         deltas = self.active.version - first
-        via = f"{self._via} + {deltas} deltas" if deltas else self._via
-        self._joined(via, self._clock.monotonic_s() - started_s)
+        via = f"{self.via} + {deltas} deltas" if deltas else self.via
+        self._joined(via, self._clock.monotonic_s() - started_s, self._read_bytes)
 
     def activate(self) -> bool:
         """Have every rank activate what is staged; whether the weights changed.
@@ -243,8 +245,9 @@ class VllmWeights:
             _LOG.warning("the changes up to version %d are not counted: %s", version, err)
             return 0
 
-    def _joined(self, via: str, seconds: float) -> None:
-        self._sink(ActorJoined(self._name, self.active.version, via, 0, seconds))
+    def _joined(self, via: str, seconds: float, size_bytes: int = 0) -> None:
+        """Bytes are those this process read: what the engine's own stager fetches is not among."""
+        self._sink(ActorJoined(self._name, self.active.version, via, size_bytes, seconds))
 
 
 def _seen(statuses: Sequence[RankStatus], active: ServedVersion, *, doubt: str = "") -> _View:

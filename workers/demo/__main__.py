@@ -13,7 +13,9 @@ import signal
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -135,12 +137,27 @@ def _figures(view: RunView, settings: DemoSettings) -> list[tuple[str, str]]:
     if not nnz:
         return [("versions", str(len(rows)))]
     return [
+        ("engine", settings.engine),
         ("versions", f"{len(rows)} at lr {settings.lr:g}"),
         ("mean density", f"{nnz / elements:.3%}"),
         ("bytes per changed element", f"{delta_bytes / nnz:.3f}"),
         ("sent instead of dense", f"{size(delta_bytes)} of {size(dense_bytes)}"),
         ("dense over delta", f"{dense_bytes / delta_bytes:.1f}x"),
+        *_mismatch(view),
     ]
+
+
+def _mismatch(view: RunView) -> list[tuple[str, str]]:
+    """How differently sampler and learner compute: what truncated importance ratios make up for."""
+    kls = [step.mismatch_kl for step in view.steps.values() if isfinite(step.mismatch_kl)]
+    ratios = [step for step in view.steps.values() if isfinite(step.ratio_mean)]
+    if not ratios:
+        return []
+    means, largest = fmean(s.ratio_mean for s in ratios), max(s.ratio_max for s in ratios)
+    said = [("importance ratio", f"mean {means:.3f}, largest {largest:.2f} before truncation")]
+    if kls:
+        said.append(("mismatch KL at zero lag", f"{fmean(kls):.2e} per token"))
+    return said
 
 
 def _write_report(
@@ -168,6 +185,7 @@ def _parse(arguments: Sequence[str] | None) -> DemoSettings:
     parser.add_argument("--lr", type=float, default=3e-5, help="3e-5 learns; 1e-6 is sparse")
     parser.add_argument("--steps", type=int, default=16, help="optimizer steps")
     parser.add_argument("--engine", default="transformers", help="what actors sample with")
+    parser.add_argument("--vllm-python", type=Path, help="the Python of vLLM's environment")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and sampling")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where it is kept")
     parser.add_argument("--keep-data", action="store_true", help="keep the buckets' files")
@@ -181,6 +199,7 @@ def _parse(arguments: Sequence[str] | None) -> DemoSettings:
         seed=options.seed,
         keep_data=options.keep_data,
         model=options.model,
+        vllm_python=options.vllm_python,
     )
 
 

@@ -1,6 +1,6 @@
 """The order of a demo decides what it proves: learn, kill, join, finish, then check everything.
 
-1. the trainer and three actors start; training begins when all three are eligible
+1. the trainer and the first actors start; training begins when all of them are eligible
 2. after half of the steps one actor is killed (SIGKILL) and a fresh one is started
 3. the trainer writes its final weights and what version they are
 4. stop.json tells every actor that version: it catches up, writes the fingerprint of its live
@@ -13,10 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deltastore.observability.table import size
+from workers.config import VLLM
 from workers.demo import ending
 from workers.demo.fleet import DemoError, Fleet
 from workers.demo.screen import Screen
-from workers.demo.settings import FIRST_ACTORS, HOME, JOINER, KILLED, OTHER
+from workers.demo.settings import HOME, OTHER, VLLM_VARIABLES
 from workers.demo.watch import Watch
 from workers.run_folder import FinalReport, RunFolder, read_report
 
@@ -62,28 +63,25 @@ class Director:
         folder = RunFolder(site.run_dir)
         with self._screen:
             self._start(TRAINER, "workers.trainer", site.trainer_file())
-            for plan in FIRST_ACTORS:
+            cast = site.settings.cast
+            for plan in cast.first:
                 self._start_actor(plan)
             deadline_s = self._clock.monotonic_s() + site.settings.give_up_s
             self._until(self._half_way, deadline_s, "half of the steps")
-            self._fleet.kill(KILLED)
-            self.watch.end_actor(KILLED)
-            self.watch.note(f"{KILLED} was killed (SIGKILL) after step {self.watch.steps_trained}")
-            self._start_actor(JOINER)
+            self._fleet.kill(cast.killed)
+            self.watch.end_actor(cast.killed)
+            steps = self.watch.steps_trained
+            self.watch.note(f"{cast.killed} was killed (SIGKILL) after step {steps}")
+            self._start_actor(cast.joiner)
             self._until(folder.trainer_done.exists, deadline_s, "the last step")
             done = read_report(folder.trainer_done)
             deadline_s = self._clock.monotonic_s() + site.settings.end_within_s
             self._until(lambda: self._everywhere(done.version), deadline_s, "the other region")
             folder.ask_to_stop(done.version)
-            names = [TRAINER, *self.actor_names]
+            names = [TRAINER, *cast.at_the_end]
             self._until(lambda: not self._fleet.running(names), deadline_s, "the processes' end")
             self._show(last=True)
         return done
-
-    @property
-    def actor_names(self) -> list[str]:
-        """The actors that have to be there at the end."""
-        return [plan.actor_id for plan in (*FIRST_ACTORS, JOINER) if plan.actor_id != KILLED]
 
     def check(
         self, done: FinalReport, environment: Mapping[str, str], say: Callable[[str], None]
@@ -98,8 +96,9 @@ class Director:
 
         add(ending.check_accuracy(view, site.settings))
         add(ending.check_problems(view))
-        add(ending.check_join(view))
-        add(ending.check_actors(RunFolder(site.run_dir), self.actor_names, done))
+        add(ending.check_join(view, site.settings))
+        names = site.settings.cast.at_the_end
+        add(ending.check_actors(RunFolder(site.run_dir), names, done))
         for region in (HOME, OTHER):
             add(ending.check_verify(site, region, environment))
         replayed = ending.check_replay(site, OTHER, environment, done.version)
@@ -111,8 +110,16 @@ class Director:
 
     def _start_actor(self, plan: ActorPlan) -> None:
         path = self._site.actor_file(plan)
-        nice = self._site.settings.actor_nice
-        self._fleet.start(plan.actor_id, "workers.actor", [str(path)], threads=1, nice=nice)
+        settings = self._site.settings
+        self._fleet.start(
+            plan.actor_id,
+            "workers.actor",
+            [str(path)],
+            threads=1,
+            nice=settings.actor_nice,
+            python=settings.actor_python,
+            variables=VLLM_VARIABLES if settings.engine == VLLM else None,
+        )
         self._show()
 
     def _start(self, name: str, module: str, path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from deltastore.observability.report import Check
 from deltastore.testing.servers import find_program
+from workers.config import VLLM
 from workers.demo.fleet import DemoError
-from workers.demo.settings import JOINER
 from workers.run_folder import FinalReport, RunFolder, read_report
 
 if TYPE_CHECKING:
@@ -61,16 +61,24 @@ def check_actors(folder: RunFolder, names: Sequence[str], trainer: FinalReport) 
     return Check("every actor equals the trainer", not wrong, "; ".join(wrong) or detail)
 
 
-def check_join(view: RunView) -> Check:
-    """The actor that came late fetched the chain up to where it joined, and no less."""
-    name = f"{JOINER.actor_id} joined by chain replay"
-    row = view.actors.get(JOINER.actor_id)
+def check_join(view: RunView, settings: DemoSettings) -> Check:
+    """The actor that came late fetched the chain up to where it joined, and no less.
+
+    On vLLM the engine's own stager fetches, and says nothing of bytes: there it is the way that
+    has to be the whole chain, from the version that the live weights' fingerprint told.
+    """
+    joiner = settings.cast.joiner.actor_id
+    name = f"{joiner} joined by chain replay"
+    row = view.actors.get(joiner)
     if row is None or not row.joins:
         return Check(name, False, "it never joined")
     join = row.joins[-1]
     chain = [one.published for one in view.published() if one.version <= join.version]
     chain_bytes = sum(published.delta_bytes for published in chain if published is not None)
-    passed = 0 < join.version == len(chain) and join.size_bytes >= chain_bytes
+    fetched = join.size_bytes >= chain_bytes
+    if settings.engine == VLLM:
+        fetched = join.via == f"checkpoint v0 + {join.version} deltas"
+    passed = 0 < join.version == len(chain) and fetched
     detail = (
         f"at version {join.version} from {join.via}, {join.size_bytes:,} bytes fetched; "
         f"the deltas up to there have {chain_bytes:,}"

@@ -54,16 +54,29 @@ class Fleet:
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def start(
-        self, name: str, module: str, arguments: Sequence[str], *, threads: int, nice: int = 0
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        threads: int,
+        nice: int = 0,
+        python: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start `python -m module arguments…` as a child of that name."""
+        """Start `python -m module arguments…` as a child of that name.
+
+        Args:
+            python: of another environment; None: this one's.
+            variables: added to the environment that all children have.
+        """
         if name in self.children:
             raise DemoError(f"a process named {name} was started already")
         log_path = self._log_dir / f"{name}.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [
-                    sys.executable,
+                    sys.executable if python is None else str(python),
                     "-m",
                     "workers.demo.child",
                     str(os.getpid()),
@@ -74,7 +87,11 @@ class Fleet:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._environment, "OMP_NUM_THREADS": str(threads)},
+                env={
+                    **self._environment,
+                    "OMP_NUM_THREADS": str(threads),
+                    **(variables or {}),
+                },
                 start_new_session=True,  # Ctrl-C reaches the demo alone, which ends them in order
             )
         child = Child(name, process, log_path)

@@ -20,7 +20,7 @@ from deltastore.repository.run import create_run
 from deltastore.storage.url import open_store
 from deltastore.testing.servers import RedisServer, SeaweedServer
 from workers.config import ActorConfig, RegionConfig, TrainerConfig, WorkerConfig
-from workers.demo.settings import FIRST_ACTORS, HOME, OTHER, RUN_NAME
+from workers.demo.settings import HOME, OTHER, RUN_NAME, VLLM_SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,13 +69,14 @@ class Site:
             groups=settings.groups,
             group_size=settings.group_size,
             max_new_tokens=settings.max_new_tokens,
-            wait_for_actors=len(FIRST_ACTORS),
+            wait_for_actors=len(settings.cast.first),
         )
         return self._write("trainer", threads=settings.trainer_threads, trainer=trainer)
 
     def actor_file(self, plan: ActorPlan) -> Path:
         """Write an actor's settings and return where."""
-        actor = ActorConfig(plan.actor_id, plan.region, engine=self.settings.engine)
+        engine = self.settings.engine
+        actor = ActorConfig(plan.actor_id, plan.region, engine=engine, vllm=VLLM_SETTINGS)
         return self._write(plan.actor_id, local=plan.local_checkpoint, actor=actor)
 
     def _write(

@@ -69,7 +69,7 @@ class Held:
             run,
             name="a",
             fingerprint=lambda: ZERO,
-            via="checkpoint",
+            start=None,
             most_rebuilds=2,
             catch_up_s=5.0,
             clock=self.clock,
@@ -180,7 +180,7 @@ def test_what_exists_is_activated_before_the_first_lease(hold: Callable[..., Hel
     assert held.weights.active == served(4)
     joined = held.events[-1]
     assert isinstance(joined, ActorJoined)
-    assert (joined.via, joined.version) == ("checkpoint + 3 deltas", 4)
+    assert (joined.via, joined.version) == ("checkpoint v1 + 3 deltas", 4)
 
 
 def test_a_joiner_that_stages_nothing_goes_on_in_bounded_time(hold: Callable[..., Held]) -> None:
