@@ -68,7 +68,8 @@ def start_vllm(
         start = fetch_checkpoint(run, folder, clock=around.clock)
     region = around.config.region(settings.region)
     lend_credentials(region)
-    follow = follow_settings(run_at(region, around.config.run), settings)
+    spool = around.folder.made_scratch(settings.actor_id) / "spool"
+    follow = follow_settings(run_at(region, around.config.run), settings, spool)
     seed = around.config.seed
     arguments = engine_arguments(start.folder, settings.vllm, follow, seed=seed)
     # Only now: the import takes seconds, and what is wrong with the settings is known before.
@@ -144,12 +145,16 @@ def engine_arguments(
     return arguments | {name: value for name, value in chosen.items() if value is not None}
 
 
-def follow_settings(run: dict[str, Any], settings: ActorConfig) -> dict[str, Any]:
-    """This library's section of vLLM's additional configuration, as its workers read it."""
+def follow_settings(run: dict[str, Any], settings: ActorConfig, spool: Path) -> dict[str, Any]:
+    """This library's section of vLLM's additional configuration, as its workers read it.
+
+    Args:
+        spool: where the engine's own stager works, where the host has none for its actors.
+    """
     section = run | {"engine": settings.actor_id, "allow_dense": settings.vllm.allow_dense}
     if settings.stager_folder is not None:
-        section |= {"stager": "shared", "folder": settings.stager_folder}
-    return section
+        return section | {"stager": "shared", "folder": settings.stager_folder}
+    return section | {"folder": str(spool.absolute())}
 
 
 def run_at(region: RegionConfig, run: str) -> dict[str, Any]:

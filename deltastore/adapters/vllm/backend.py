@@ -165,6 +165,10 @@ class DeltastoreEngine(WeightTransferEngine):
             )
         self._following().re_anchor()
 
+    def fingerprint(self) -> str:
+        """A whole pass over the live weights of all ranks. Collective; only while paused."""
+        return str(self._following().fingerprint())
+
     def status(self) -> dict[str, Any]:
         """What this rank says of itself; JSON. See docs/vllm.md."""
         rank, holdings = self._rank, self._holdings

@@ -2,7 +2,7 @@
 
 vLLM calls `register` in every process it has, some of them more than once. In each it
   - registers the weight transfer backend "deltastore" (a refusal, where vLLM is not supported);
-  - gives every worker `deltastore_status` and `deltastore_re_anchor`;
+  - gives every worker `deltastore_status`, `deltastore_fingerprint` and `deltastore_re_anchor`;
   - and, for engines whose backend it is, and no others: loads the model without packing weights on
     CPUs, says at which version the engine serves (`weight_marker.py`), tells the backend when the
     engine sleeps.
@@ -59,6 +59,7 @@ def uses_backend(vllm_config: Any) -> bool:
 def _extend_worker(worker_class: Any) -> None:
     worker_class.deltastore_status = _status
     worker_class.deltastore_re_anchor = _re_anchor
+    worker_class.deltastore_fingerprint = _fingerprint
     before = worker_class.__init__
 
     @functools.wraps(before)
@@ -111,6 +112,12 @@ def _engine_of(worker: Any) -> Any:
 def _status(self: Any) -> dict[str, Any]:
     """What this rank says of itself; see `DeltastoreEngine.status`."""
     found: dict[str, Any] = _engine_of(self).status()
+    return found
+
+
+def _fingerprint(self: Any) -> str:
+    """The fingerprint of all live weights of all ranks; on every rank at once, while paused."""
+    found: str = _engine_of(self).fingerprint()
     return found
 
 

@@ -100,7 +100,7 @@ class EngineRank:
     def trouble(self) -> str:
         """What keeps the rank from the next version, for people; empty when nothing does."""
         error = None if self._feed is None else self._feed.error
-        return str(error) if error is not None else self._trouble
+        return f"{error.kind.value}: {error}" if error is not None else self._trouble
 
     @property
     def staged(self) -> int | None:
@@ -145,13 +145,13 @@ class EngineRank:
         Collective. Raises on every rank alike: ApplyError (not_staged, rolled_back), or what kept
         the version from being staged: all are at the version before; ApplyError(poisoned).
         """
-        started_s = self._clock.monotonic_s()
         applier, feed = self._following()
         spooled: SpooledUpdate | None = None
         try:
             chosen = self._meet(lambda: self._choice(wanted))[0]["update"]
             if chosen is None:
                 return applier.active
+            started_s = self._clock.monotonic_s()
             update = spooled = spooled_of(chosen)
             prepared: list[PreparedUpdate[Any]] = []
             self._meet(lambda: _kept(prepared, feed.prepared(update, applier.active)))
@@ -179,6 +179,13 @@ class EngineRank:
         self._doubt = self._trouble = ""
         applier, feed = self._following()
         feed.moved(applier.active)
+
+    def fingerprint(self) -> Fingerprint:
+        """A whole pass over all live weights, the same on every rank. Collective.
+
+        Raises IntegrityError on every rank alike when they hold what no version can.
+        """
+        return whole_fingerprint(self._target, self._group)
 
     def check_whole(self) -> None:
         """Prove all live weights. Collective; IntegrityError poisons every rank."""

@@ -169,12 +169,13 @@ def test_the_engine_is_started_as_results_need_it() -> None:
     """Log-probs of the sampled distribution, no defaults of the checkpoint's own, the backend."""
     region = RegionConfig("eu", "s3://bucket/team/", endpoint_url="http://127.0.0.1:9000")
     settings = ActorConfig("a1", "eu", engine="vllm", vllm=VllmSettings(kv_cache_bytes=1 << 20))
-    follow = follow_settings(run_at(region, "grpo"), settings)
+    follow = follow_settings(run_at(region, "grpo"), settings, Path("/runs/scratch/a1/spool"))
     assert follow == {
         "run": "s3://bucket/team/grpo",
         "endpoint": "http://127.0.0.1:9000",
         "engine": "a1",
         "allow_dense": False,
+        "folder": "/runs/scratch/a1/spool",
     }
     made = engine_arguments(Path("/m"), settings.vllm, follow, seed=3)
     assert made["logprobs_mode"] == "processed_logprobs"
@@ -188,5 +189,5 @@ def test_the_engine_is_started_as_results_need_it() -> None:
 def test_an_actor_of_a_host_with_a_stager_starts_none() -> None:
     """With a stager's folder given the engine's ranks meet there."""
     settings = ActorConfig("a1", "eu", engine="vllm", stager_folder="/dev/shm/spool")
-    follow = follow_settings({"run": "file:///runs/r"}, settings)
+    follow = follow_settings({"run": "file:///runs/r"}, settings, Path("/unused"))
     assert (follow["stager"], follow["folder"]) == ("shared", "/dev/shm/spool")
