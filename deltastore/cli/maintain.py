@@ -33,6 +33,7 @@ from deltastore.maintenance.room import room_due
 from deltastore.maintenance.settings import MaintenanceSettings
 from deltastore.pipeline.replication import Replication
 from deltastore.pipeline.replicator import Region, RegionLimits
+from deltastore.repository.body_checks import have_bodies_checked
 from deltastore.repository.resolve import find_head
 from deltastore.repository.way import survey
 
@@ -104,6 +105,8 @@ def maintain_run(run_url: str, connection: Connection, upkeep: Upkeep, output: O
     began_s = clock.monotonic_s()
     with ExitStack() as stack:
         run = stack.enter_context(connection.run(run_url, streams=upkeep.streams))
+        if upkeep.mode is not Mode.PLAN:
+            have_bodies_checked(run.store, run.keys)
         regions = _open_relays(stack, connection, run, upkeep)
         round_ = _Round(run, regions, upkeep, clock)
         document: Document = {**run_document(run, run_url), "mode": upkeep.mode.value}

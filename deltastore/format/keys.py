@@ -21,6 +21,7 @@ class Hint(StrEnum):
     HEAD = "head"
     FLOOR = "floor"
     THROUGHPUT = "throughput"
+    CHECKSUMS = "checksums"
 
 
 class KeyKind(StrEnum):
@@ -143,7 +144,7 @@ _PATTERNS: tuple[tuple[KeyKind, re.Pattern[str]], ...] = (
         KeyKind.ROLLOUT,
         re.compile(rf"{_RUN}/rollouts/{_VERSION}/(?P<name>{_NAME}/{_NAME}-{_SHA})"),
     ),
-    (KeyKind.HINT, re.compile(rf"{_RUN}/hints/(?P<name>head|floor|throughput)")),
+    (KeyKind.HINT, re.compile(rf"{_RUN}/hints/(?P<name>head|floor|throughput|checksums)")),
 )
 
 

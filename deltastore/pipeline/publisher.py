@@ -45,6 +45,7 @@ from deltastore.pipeline.publication import Publication, check_step
 from deltastore.pipeline.replay import Held, replay
 from deltastore.pipeline.replicator import Region, RegionLimits, RegionReplicator
 from deltastore.pipeline.whole import read_source, upload_whole
+from deltastore.repository.body_checks import have_bodies_checked
 from deltastore.repository.commit import write_head_hint
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion
@@ -148,6 +149,7 @@ class Publisher:
         writer was faster, IntegrityError when manifests are missing in the bucket.
         """
         match_entries(home.layout, source.entries())
+        have_bodies_checked(home.store, home.keys)
         head = load_manifest(home, find_head(home))
         held = baseline if baseline and baseline.point == ActiveVersion.of(head) else None
         if held is None:

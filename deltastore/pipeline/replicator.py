@@ -27,6 +27,7 @@ from deltastore.pipeline.region_restart import (
     restart_version,
     unfinished_restart,
 )
+from deltastore.repository.body_checks import have_bodies_checked
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.resolve import find_head, version_exists
 from deltastore.storage.store import PutMode
@@ -283,6 +284,7 @@ class RegionReplicator:
 
     def _find_held(self) -> None:
         """Where the region is; a restart that was cut there is finished first."""
+        have_bodies_checked(self._run.store, self._run.keys)
         held = find_head(self._run)
         unfinished = unfinished_restart(self._run, held)
         self._set_held(held)

@@ -27,6 +27,7 @@ from deltastore.format.manifest import (
 )
 from deltastore.format.signing import Signer, unsigned
 from deltastore.ids import check_name, new_token
+from deltastore.repository.body_checks import have_bodies_checked
 from deltastore.storage.probe import probe_store, require_home
 from deltastore.storage.store import ObjectStore, PutMode
 
@@ -129,6 +130,8 @@ def create_run(
         raise InvalidInputError("a run needs the files of version 0", kind=Kind.CHECKPOINT)
     if probe:
         require_home(probe_store(home))
+        for store in (home, *(regions or {}).values()):
+            have_bodies_checked(store, keys)
     record = _read_record(home, keys)
     if record is None:
         record = RunRecord(

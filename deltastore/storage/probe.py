@@ -112,9 +112,24 @@ def probe_store(store: ObjectStore, *, race_rounds: int = 4, ask_more: bool = Fa
 class ChecksBodies(Protocol):
     """A store that can refuse a body that was damaged on its way."""
 
+    @property
+    def where(self) -> str:
+        """Which store an answer holds for."""
+        ...
+
+    def use_checksums(self) -> None:
+        """Send checksums from now on: the store is known to check them."""
+        ...
+
     def enable_checksums(self, prefix: str) -> Finding:
         """Try it under `prefix`, and send checksums from now on if it works."""
         ...
+
+
+def checks_bodies(store: ObjectStore) -> ChecksBodies | None:
+    """The store inside of all wrappers, if it is of a kind that may check bodies."""
+    inner = _unwrapped(store)
+    return inner if isinstance(inner, ChecksBodies) else None
 
 
 def enable_checksums(store: ObjectStore) -> Finding:
@@ -123,8 +138,8 @@ def enable_checksums(store: ObjectStore) -> Finding:
     Without it a body that was damaged on its way is found only by the first who reads it: some
     stores do not even check the digest that the request was signed with.
     """
-    inner = _unwrapped(store)
-    if not isinstance(inner, ChecksBodies):
+    inner = checks_bodies(store)
+    if inner is None:
         return Finding(False, "it takes no checksums")
     prefix = f"{PROBE_PREFIX}{new_token()}/"
     try:

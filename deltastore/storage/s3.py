@@ -71,6 +71,11 @@ class S3Store:
         """Where this store is, for people."""
         return self._settings.url
 
+    @property
+    def where(self) -> str:
+        """The URL and, unless it is AWS, the endpoint; see ChecksBodies."""
+        return self._settings.where
+
     def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
         """Store `body` under `key`; see ObjectStore."""
         return self._writer.put(check_key(key), body, mode)
@@ -115,8 +120,13 @@ class S3Store:
     def enable_checksums(self, prefix: str) -> Finding:
         """Send checksums from now on, if the store checks them; see ChecksBodies."""
         finding = S3Probe(self._calls, prefix).checksums()
-        self._calls.checksums.on = self._calls.checksums.on or finding.ok
+        if finding.ok:
+            self.use_checksums()
         return finding
+
+    def use_checksums(self) -> None:
+        """Send checksums from now on; see ChecksBodies."""
+        self._calls.checksums.on = True
 
     def close(self) -> None:
         """Wait for parts in flight and close the connections."""

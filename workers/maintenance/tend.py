@@ -23,6 +23,7 @@ from deltastore.maintenance.retention import run_retention
 from deltastore.maintenance.retention_plan import RetentionPolicy
 from deltastore.maintenance.room import make_room
 from deltastore.maintenance.settings import MaintenanceSettings
+from deltastore.repository.body_checks import have_bodies_checked
 
 if TYPE_CHECKING:
     import threading
@@ -65,6 +66,7 @@ class Tender:
         self._at = at
         self._settings = settings
         self._names = settings.regions or tuple(at.regions)
+        self._checked: set[str] = set()
         self._made = MaintenanceSettings(streams=settings.streams)
         self._anchors = AnchorPolicy(
             join_seconds_max=settings.join_seconds_max, multiple=settings.anchor_multiple
@@ -105,7 +107,15 @@ class Tender:
                     self._at.sink(MaintenanceFailed(task, version, err.kind.value, str(err)))
         return errors
 
+    def _have_bodies_checked(self, name: str) -> None:
+        """Once for each bucket, as soon as it answers."""
+        if name not in self._checked:
+            run = self._at.regions[name]
+            have_bodies_checked(run.store, run.keys)
+            self._checked.add(name)
+
     def _make_anchor(self, name: str, run: Run) -> None:
+        self._have_bodies_checked(name)
         made = run_anchors(
             run,
             self._anchors,
@@ -130,6 +140,7 @@ class Tender:
             _LOG.info("%s: anchor %d", name, made.core.target.version)
 
     def _make_composites(self, name: str, run: Run) -> None:
+        self._have_bodies_checked(name)
         done = run_composites(
             run,
             clock=self._at.clock,
