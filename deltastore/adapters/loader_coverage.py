@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deltastore.adapters.loader_memory import FREED
 from deltastore.adapters.readback import memory_of
 from deltastore.adapters.region_overlap import Strided, count_disjoint, overlap
 from deltastore.errors import IntegrityError, InvalidInputError, Kind
@@ -159,6 +160,14 @@ def require_coverage(
         for tensor, offset, sizes, strides in part["placed"]:
             region = Strided(int(offset), tuple(sizes), tuple(strides))
             held.setdefault(int(tensor), set()).add(region)
+    freed = [layout.tensors[tensor].name for tensor, why in dense.items() if why == FREED]
+    if freed:
+        raise InvalidInputError(
+            f"{len(freed)} tensors are freed by the engine after loading, no update can reach"
+            f" them: {list_names(freed)}",
+            kind=Kind.COVERAGE,
+            hint="switch off packing of weights, or run on another device",
+        )
     left_out: list[str] = []
     allowed: list[int] = []
     for tensor, spec in enumerate(layout.tensors):

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 32 << 20
 """Bytes digested at once: temporaries on a device are a few times as large."""
+KEPT_OTHERWISE = "kept in another form after loading"
+FREED = "freed after loading"
+"""Not even a reload can bring such a tensor back."""
 _KEYS = ((0x27D4EB2F165667C5, 0x9E3779B97F4A7C15), (0x85EBCA77C2B2AE63, 0xD6E8FEB86659FD93))
 _WRAP = 1 << 64
 
@@ -39,7 +42,7 @@ class Owner:
         tensor: the very object that is bound there.
         data: a plain view of its memory.
         place: its bytes, counted from the start of its storage; None if it overlaps itself.
-        form: whether it stands for a parameter that is kept in another form after loading.
+        form: if it only stands for a parameter: why that one cannot be written.
     """
 
     holder: torch.nn.Module
@@ -48,7 +51,7 @@ class Owner:
     tensor: torch.Tensor
     data: torch.Tensor
     place: Strided | None
-    form: bool = False
+    form: str = ""
 
     @property
     def key(self) -> str:
@@ -94,8 +97,10 @@ class ModuleMemory:
         try:
             for parameter, tensor in forms.items():
                 module, _, key = parameter.rpartition(".")
-                owner = _owner(holders[module], module, key, tensor, form=True)
-                bound.append((owner, owner.slots.get(key)))
+                live = holders[module]._parameters.get(key)
+                reason = FREED if live is not None and live.numel() == 0 else KEPT_OTHERWISE
+                owner = _owner(holders[module], module, key, tensor, form=reason)
+                bound.append((owner, live))
                 owner.slots[key] = tensor
                 self._by_storage.setdefault(storage_key(owner.data), []).append(owner)
             yield
@@ -204,7 +209,7 @@ def _signed(key: int) -> int:
 
 
 def _owner(
-    holder: torch.nn.Module, module: str, key: str, tensor: torch.Tensor, *, form: bool = False
+    holder: torch.nn.Module, module: str, key: str, tensor: torch.Tensor, *, form: str = ""
 ) -> Owner:
     data = tensor.detach()
     place = memory_of(data) if data.numel() else None

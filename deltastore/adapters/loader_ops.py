@@ -69,6 +69,22 @@ def copy_like(
         return opaque(str(err), frozenset[int]().union(*(lineage_of(x).sources for x in tensors)))
 
 
+def without_masks(func_name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments in which masks that pick rows are the numbers of those rows: meta has no masks."""
+    if func_name != "index":
+        return args
+    rows = [
+        index.nonzero().flatten() if _is_mask(index) and index.dim() == 1 else index
+        for index in args[1]
+    ]
+    return (args[0], rows, *args[2:])
+
+
+def _is_mask(index: Any) -> bool:
+    plain = isinstance(index, torch.Tensor) and not isinstance(index, StandIn)
+    return plain and index.dtype in (torch.bool, torch.uint8)
+
+
 def _flat(values: Sequence[Any]) -> list[Any]:
     flat: list[Any] = []
     for value in values:
@@ -134,7 +150,7 @@ def _picked(lineage_of: LineageOf, source: torch.Tensor, dim: int, index: Any) -
     line = lineage_of(source)
     if isinstance(index, StandIn) or index.dim() != 1 or lineage_of(index).sources or line.opaque:
         return None
-    if index.dtype in (torch.bool, torch.uint8):
+    if _is_mask(index):
         index = index.nonzero().flatten()
     dim, length = dim % source.dim(), source.shape[dim]
     rows = [row % length for row in index.tolist()]

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from deltastore.adapters.loader_recorder import Recorder, Write
     from deltastore.format.layout import Layout
 
-KEPT_OTHERWISE = "kept in another form after loading"
 MAX_REPEATS = 64
 """Places that one element may be broadcast to; a tensor with more is dense-only."""
 
@@ -38,8 +37,14 @@ class Placed:
     reaches: tuple[Reach, ...]
 
 
-def place_writes(recorder: Recorder, memory: ModuleMemory, layout: Layout) -> Placed:
-    """Placements out of all recorded writes into the module's memory."""
+def place_writes(
+    recorder: Recorder, memory: ModuleMemory, layout: Layout, derived: Mapping[str, str]
+) -> Placed:
+    """Placements out of all recorded writes into the module's memory.
+
+    Args:
+        derived: modules whose tensors are dense-only in any case -> why.
+    """
     dense = _Reasons(recorder.by_value)
     reaches: list[Reach] = []
     candidates: list[Placement] = []
@@ -50,6 +55,8 @@ def place_writes(recorder: Recorder, memory: ModuleMemory, layout: Layout) -> Pl
         _refuse_overlaps(writes, dense)
         for write in writes:
             owners = memory.owners_of(storage, write.place)
+            if write.lineage.opaque and not write.lineage.sources:
+                continue  # the loader's own doing, which fills nothing
             if not owners:
                 dense.add(write.lineage, "goes into memory that is no parameter")
                 continue
@@ -57,8 +64,11 @@ def place_writes(recorder: Recorder, memory: ModuleMemory, layout: Layout) -> Pl
             if write.lineage.opaque:
                 dense.add(write.lineage, write.lineage.opaque)
                 continue
+            for owner in owners:
+                reason = owner.form or derived.get(owner.module, "")
+                if reason:
+                    dense.add(write.lineage, reason)
             if owners[0].form:
-                dense.add(write.lineage, KEPT_OTHERWISE)
                 continue
             name, module = owners[0].parameter, owners[0].module
             for piece in write.lineage.pieces:

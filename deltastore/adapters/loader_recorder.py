@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltastore.adapters import lineage as lines
 from deltastore.adapters.lineage import Lineage, StandIn
-from deltastore.adapters.loader_ops import SPLITS, copy_like, is_view, split_views
+from deltastore.adapters.loader_ops import SPLITS, copy_like, is_view, split_views, without_masks
 from deltastore.adapters.readback import memory_of, read_back
 from deltastore.adapters.region_overlap import overlap
 
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(isinstance(x, StandIn) for x in given):
                 return True if name == "equal" else _a_value(first)
             return func(*args, **kwargs)
-        metas = tree_map(_to_meta, (args, kwargs))
+        metas = tree_map(_to_meta, (without_masks(name, args), kwargs))
         if "device" in metas[1]:
             metas[1]["device"] = torch.device("meta")
         device = kwargs.get("device") or first.device

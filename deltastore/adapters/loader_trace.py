@@ -58,6 +58,7 @@ def trace_loader(
     layout: Layout,
     *,
     forms: Mapping[str, torch.Tensor] | None = None,
+    derived: Mapping[str, str] | None = None,
 ) -> LoaderTrace:
     """Run a module's loader on stand-ins for every tensor of the layout, in one call.
 
@@ -67,6 +68,8 @@ def trace_loader(
     Args:
         forms: runtime names of parameters that the engine keeps in another form after loading
             -> tensors on the meta device in the form that the loader knows.
+        derived: runtime names of modules from whose weights the engine computes others after
+            loading -> what: tensors that go there are dense-only.
 
     Raises:
         InvalidInputError(loader): the loader raised; names the tensor it was at.
@@ -83,7 +86,7 @@ def trace_loader(
             if not any(spec.aliases for spec in layout.tensors):
                 raise
             recorder = _run(memory, load_weights, layout, aliases=True)
-        placed = place_writes(recorder, memory, layout)
+        placed = place_writes(recorder, memory, layout, derived or {})
     memory.require_unchanged(before)
     reached = {tensor for reach in placed.reaches for tensor in reach.tensors}
     empty = {t for t, spec in enumerate(layout.tensors) if spec.elements == 0}
