@@ -199,6 +199,11 @@ class PlacedTarget:
             )
 
 
+def on_host(flat: torch.Tensor) -> bool:
+    """Whether kernels can run on that memory itself."""
+    return flat.device.type == "cpu"
+
+
 def _spec(layout: Layout, region: Region) -> TensorSpec:
     """The tensor that a region is of, if it lies in it as it says."""
     if not 0 <= region.tensor < len(layout):
@@ -252,7 +257,7 @@ def _window(
     reach = 1 + sum((n - 1) * s for n, s in zip(patterns.shape, strides, strict=True))
     size = reach if patterns.numel() else 0
     flat = patterns.as_strided((size,), (1,), patterns.storage_offset())
-    if flat.device.type == "cpu" and not widened:
+    if on_host(flat) and not widened:
         return HostMemory(flat.numpy().view(spec.dtype.bits_dtype)), strides
     memory = DeviceMemory(
         flat, spec.dtype, name=named, widened=widened, scratch_bytes=scratch_max_bytes
