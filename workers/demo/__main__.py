@@ -154,10 +154,11 @@ def _mismatch(view: RunView) -> list[tuple[str, str]]:
     if not ratios:
         return []
     means, largest = fmean(s.ratio_mean for s in ratios), max(s.ratio_max for s in ratios)
-    said = [("importance ratio", f"mean {means:.3f}, largest {largest:.2f} before truncation")]
-    if kls:
-        said.append(("mismatch KL at zero lag", f"{fmean(kls):.2e} per token"))
-    return said
+    kl = f"{fmean(kls):.2e} per token" if kls else "no token of zero lag was learned from"
+    return [
+        ("importance ratio", f"mean {means:.3f}, largest {largest:.2f} before truncation"),
+        ("mismatch KL at zero lag", kl),
+    ]
 
 
 def _write_report(

@@ -75,12 +75,13 @@ def check_join(view: RunView, settings: DemoSettings) -> Check:
     join = row.joins[-1]
     chain = [one.published for one in view.published() if one.version <= join.version]
     chain_bytes = sum(published.delta_bytes for published in chain if published is not None)
-    fetched = join.size_bytes >= chain_bytes
     if settings.engine == VLLM:
-        fetched = join.via == f"checkpoint v0 + {join.version} deltas"
+        fetched, said = join.via == f"checkpoint v0 + {join.version} deltas", "in place"
+    else:
+        fetched, said = join.size_bytes >= chain_bytes, f"{join.size_bytes:,} bytes fetched"
     passed = 0 < join.version == len(chain) and fetched
     detail = (
-        f"at version {join.version} from {join.via}, {join.size_bytes:,} bytes fetched; "
+        f"at version {join.version} from {join.via}, {said}; "
         f"the deltas up to there have {chain_bytes:,}"
     )
     return Check(name, passed, detail)
