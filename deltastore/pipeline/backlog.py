@@ -28,6 +28,7 @@ from deltastore.errors import Kind, StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 MAX_VERSIONS = 256
 """Versions in a backlog, because each may hold a file open."""
 
@@ -269,6 +270,6 @@ def _write_all(file: _NamelessFile, body: bytes, offset: int) -> None:
 def _disk_error(err: OSError, done: str) -> StorageError:
     return StorageError(
         f"a region's backlog cannot be {done}: {err.strerror}",
-        kind=Kind.DISK_FULL if err.errno == errno.ENOSPC else Kind.UNAVAILABLE,
+        kind=Kind.DISK_FULL if err.errno in _FULL else Kind.UNAVAILABLE,
         hint="free space in spool_folder, or set a smaller backlog_max_bytes",
     )

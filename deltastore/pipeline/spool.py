@@ -270,7 +270,7 @@ def map_update(spooled: SpooledUpdate, layout: Layout, base: ActiveVersion) -> S
 
 
 def _no_room(err: OSError, folder: Path) -> StorageError:
-    full = err.errno in {errno.ENOSPC, errno.EDQUOT}
+    full = err.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     return StorageError(
         f"an update cannot be spooled in {folder}: {err.strerror}",
         kind=Kind.DISK_FULL if full else Kind.UNAVAILABLE,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +17,7 @@ from deltastore.testing.s3_proxy import S3Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from deltastore.testing.servers import SeaweedServer
 
@@ -55,3 +60,46 @@ def open_s3(
 def s3_store(open_s3: Callable[..., S3Store]) -> S3Store:
     """One of them."""
     return open_s3()
+
+
+@dataclass
+class SmallDisk:
+    """A folder in which little more than `room_bytes` fit from `limit` on, until `grow`."""
+
+    folder: Path
+    room_bytes: int
+    limit: Callable[[], None]
+    grow: Callable[[], None]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A real file system that is full at 256 KiB; without root no file may grow beyond that."""
+    folder, room_bytes = tmp_path / "disk", 256 << 10
+    folder.mkdir()
+
+    def mount(options: str) -> bool:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+    if os.geteuid() == 0 and mount(f"size={room_bytes}"):
+
+        def grow() -> None:
+            assert mount(f"remount,size={64 * room_bytes}")
+
+        try:
+            yield SmallDisk(folder, room_bytes, lambda: None, grow)
+        finally:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def set_limit(soft: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
+
+    try:
+        yield SmallDisk(
+            folder, room_bytes, lambda: set_limit(room_bytes), lambda: set_limit(before[0])
+        )
+    finally:
+        set_limit(before[0])
