@@ -53,13 +53,13 @@ def numbers_of(region: Region) -> torch.Tensor:
 def split(spec: TensorSpec, style: str, rank: int, ranks: int) -> list[torch.Tensor]:
     """Views of a tensor's element numbers: those that a rank of so many holds."""
     whole = torch.arange(spec.elements).reshape(spec.element_shape)
-    if style == "rows" and whole.dim() and whole.shape[0] >= ranks:
+    if style == "rows" and spec.shape and spec.shape[0] >= ranks:
         return [whole.tensor_split(ranks, 0)[rank]]
     # The two halves of a complex number stay together.
     if style == "columns" and spec.shape and spec.shape[-1] >= ranks:
         dim = len(spec.shape) - 1
         return [whole.tensor_split(ranks, dim)[rank]]
-    if style == "heads" and whole.dim() and whole.shape[0] >= 2:
+    if style == "heads" and spec.shape and spec.shape[0] >= 2:
         heads = whole.tensor_split(2, 0)  # more ranks than heads: some hold the same one
         mine = {0} if ranks == 1 else {rank * 2 // ranks}
         return [heads[head] for head in (range(2) if ranks == 1 else sorted(mine))]
