@@ -74,12 +74,13 @@ class Journal:
     Args:
         done: one number: pieces wholly written.
         kept: old bits of the absolute pieces that are done, if they are kept.
-        writing: of the piece in hand its places and old bits, where a write can fail half way.
+        writing: of the piece in hand its number, places and old bits, where a write can fail half
+            way.
     """
 
     done: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     kept: list[Any] = field(default_factory=list)
-    writing: tuple[torch.Tensor, torch.Tensor] | None = None
+    writing: tuple[int, torch.Tensor, torch.Tensor] | None = None
     keep: bool = True
 
     def clear(self) -> None:
@@ -234,7 +235,7 @@ class DeviceMemory:
         new = self._given(piece)
         if not piece.absolute:
             new = self._patterns(old) + new
-        journal.writing = (places, old)
+        journal.writing = (int(journal.done[0]), places, old)
         self._flat.index_copy_(0, places, self._as_live(new))
         del journal.kept[int(journal.done[0]) :]
         journal.kept.append(old.cpu() if piece.absolute and journal.keep else None)
@@ -244,12 +245,10 @@ class DeviceMemory:
     def undo(self, piece: Piece, journal: Journal) -> None:
         """Undo the piece that was done last, or is in hand."""
         if journal.writing is not None:
-            places, old = journal.writing
+            journal.done[0], places, old = journal.writing
             self._flat.index_copy_(0, places, old)
-            if len(journal.kept) <= int(journal.done[0]):
-                journal.writing = None
-                return
-            journal.done[0] = len(journal.kept)
+            journal.writing = None
+            return
         places = self._places(piece)
         if piece.absolute:
             back = journal.kept[int(journal.done[0]) - 1].to(self._flat.device)
