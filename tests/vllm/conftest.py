@@ -3,6 +3,8 @@
 import importlib.util
 import os
 
+import pytest
+
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 # Before vllm is imported, here and in the processes it starts.
@@ -15,3 +17,12 @@ for _name, _value in {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }.items():
     os.environ.setdefault(_name, _value)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """vLLM's own warnings are not ours to mend."""
+    for line in (
+        # Its search for kernels asks every attribute of every module for a __dict__.
+        "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
+    ):
+        config.addinivalue_line("filterwarnings", line)

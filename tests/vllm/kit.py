@@ -61,6 +61,25 @@ def tiny_qwen3(folder: Path, *, tied: bool, seed: int = 0, **config: Any) -> Pat
     return save_model(Qwen3ForCausalLM(Qwen3Config(**settings)), folder)
 
 
+def tiny_llama(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """A Llama checkpoint of two layers, with biases in its attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {**COMMON, "tie_word_embeddings": False, "attention_bias": True, **config}
+    return save_model(LlamaForCausalLM(LlamaConfig(**settings)), folder)
+
+
+def tiny_qwen3_moe(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """A Qwen3-MoE checkpoint of two layers and four experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    settings = {**COMMON, "tie_word_embeddings": False, **experts, **config}
+    return save_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)), folder)
+
+
 def start_engine(checkpoint: Path, **arguments: Any) -> Any:
     """A `vllm.LLM` small enough for tests; close it with `close_engine`."""
     from vllm import LLM

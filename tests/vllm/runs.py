@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import threading
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,9 @@ class TinyRun:
         """Move a share of all elements by one step, as an optimizer does, and some far."""
         for bits in self.state.arrays:
             places = self.rng.random(bits.size) < share
-            bits[places] += self.rng.choice(STEPS, int(places.sum())).astype(bits.dtype)
+            steps = self.rng.choice(STEPS, int(places.sum()))
+            steps[bits[places] << 1 == 0] = 1  # below a zero there is a NaN
+            bits[places] += steps.astype(bits.dtype)
             far = self.rng.random(bits.size) < share / 50
             bits[far] ^= bits.dtype.type(1 << 5)
 
@@ -187,21 +189,16 @@ def generate(engine: Any, tokens: int = 12) -> list[tuple[Any, ...]]:
 
 
 def digests(engine: Any) -> list[dict[str, str]]:
-    """SHA-256 of every parameter and buffer of every rank; the engine's own extension or model."""
-    found = engine.collective_rpc(parameter_digests)
+    """SHA-256 of every parameter and buffer, of every rank."""
+    found = engine.collective_rpc("compute_weight_checksums")
     assert isinstance(found, list)
     return found
 
 
-def parameter_digests(worker: Any) -> dict[str, str]:
-    """Of one worker: runtime name -> SHA-256 of the bytes."""
-    import torch
-
-    model = worker.get_model()
-    rows = [*model.named_parameters(), *model.named_buffers()]
-    return {
-        name: hashlib.sha256(
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-        for name, tensor in rows
-    }
+def until_staged(engine: Any, version: int, *, within_s: float = 20.0) -> None:
+    """Wait until every rank has that version staged."""
+    clock, never = SystemClock(), threading.Event()
+    deadline_s = clock.monotonic_s() + within_s
+    while {status["staged"] for status in statuses(engine)} != {version}:
+        assert clock.monotonic_s() < deadline_s, statuses(engine)
+        clock.wait(never, 0.02)

@@ -29,7 +29,7 @@ from deltastore.adapters.vllm.settings import parse_settings, section_of
 from deltastore.adapters.vllm.versions import find_facts, require_supported
 from deltastore.adapters.vllm.world import agree_on_spool, engine_group
 from deltastore.clock import SystemClock
-from deltastore.errors import ApplyError, InvalidInputError, Kind
+from deltastore.errors import ApplyError, IntegrityError, InvalidInputError, Kind
 from deltastore.events import ActivationFailed, Event, VersionActivated
 from deltastore.repository.run import open_run
 from deltastore.storage.url import open_store, split_run_url
@@ -91,6 +91,7 @@ class DeltastoreEngine(WeightTransferEngine):
         self._child: ChildStager | None = None
         self._holdings: Holdings | None = None
         self._asleep = 0
+        self._unfit = ""
         self._store: Any = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
@@ -181,7 +182,7 @@ class DeltastoreEngine(WeightTransferEngine):
             else {"version": active.version, "policy_hash": active.policy_hash},
             "staged": None if rank is None else rank.staged,
             "head": None if rank is None else rank.head,
-            "poisoned": "" if rank is None else rank.poisoned,
+            "poisoned": self._unfit if rank is None else rank.poisoned,
             "trouble": "" if rank is None else rank.trouble,
             "coverage": {} if holdings is None else holdings.coverage,
             "dense_share": 0.0 if holdings is None else holdings.dense_share,
@@ -224,7 +225,14 @@ class DeltastoreEngine(WeightTransferEngine):
             self._child = ChildStager(settings, folder, self._clock)
             self._child.start()
         run, model = opened[0]
-        holdings = find_holdings(model, run.layout, group, settings, self._clock, folder)
+        holdings = self._holdings
+        if holdings is None or holdings.layout != run.layout:
+            # Once only: later the weights are not the checkpoint's any more.
+            try:
+                holdings = find_holdings(model, run.layout, group, settings, self._clock, folder)
+            except IntegrityError as err:
+                self._unfit = f"its weights were changed before it followed: {err.message}"
+                raise
         self._rank = EngineRank(
             run,
             holdings.target,

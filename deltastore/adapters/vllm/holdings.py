@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.adapters.dense_shadow import DenseShadows
 from deltastore.adapters.loader_coverage import closures, local_coverage, require_coverage
-from deltastore.adapters.loader_trace import trace_loader, verify_bytes
+from deltastore.adapters.loader_trace import verify_bytes
 from deltastore.adapters.loader_verify import demote
 from deltastore.adapters.placed_target import PlacedTarget
 from deltastore.adapters.safetensors_dir import CheckpointReader
 from deltastore.adapters.safetensors_scan import scan_checkpoint
 from deltastore.adapters.vllm.prepacking import unpacked_weights
-from deltastore.adapters.vllm.reload import loader_forms, reload_tensors
+from deltastore.adapters.vllm.reload import prove_reload, reload_tensors
 from deltastore.adapters.vllm.rendezvous import meet
+from deltastore.adapters.vllm.tracing import trace_engine
 from deltastore.format.mixing import fingerprint_run
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from deltastore.adapters.loader_coverage import CoverageReport
+    from deltastore.adapters.loader_coverage import CoverageReport, DenseGroup
     from deltastore.adapters.loader_trace import LoaderTrace
     from deltastore.adapters.vllm.settings import EngineSettings
     from deltastore.clock import Clock
@@ -46,12 +47,14 @@ class Holdings:
     """What one rank holds.
 
     Args:
+        layout: of which this is a part.
         target: its weights.
         coverage: of the whole engine, for people and for `deltastore_status`; JSON.
         dense_share: part of the layout's bytes that is loaded anew rather than written, 0 to 1.
         shadow_bytes: of this rank's host copies of dense-only tensors.
     """
 
+    layout: Layout
     target: PlacedTarget
     coverage: dict[str, Any]
     dense_share: float
@@ -74,6 +77,11 @@ class EngineModel:
         """Load exactly these, with what vLLM does after loading, without packing."""
         with unpacked_weights():
             reload_tensors(self.module, self._model_config, named)
+
+    def prove_reload(self, groups: Sequence[DenseGroup], layout: Layout) -> None:
+        """Reload what was loaded: IntegrityError(digest) unless no byte changes by it."""
+        with unpacked_weights(), self.reader(layout) as reader:
+            prove_reload(self.module, self._model_config, groups, layout, reader.tensor)
 
     def runtime(self, modules: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters and buffers of modules, with their names."""
@@ -105,17 +113,15 @@ def find_holdings(
 ) -> Holdings:
     """Trace the loader and cover all weights of all ranks. Collective.
 
-    Raises InvalidInputError on every rank alike, naming what is not covered, IntegrityError when
-    the loader changed weights.
+    Raises InvalidInputError on every rank alike, naming what is not covered. IntegrityError when
+    tracing or reloading has changed weights: the engine must not serve.
     """
     held: list[Holdings] = []
     found: list[LoaderTrace] = []
 
     def trace() -> dict[str, Any]:
         with model.reader(layout) as reader:
-            traced = trace_loader(
-                model.module, model.load, layout, forms=loader_forms(model.module)
-            )
+            traced = trace_engine(model.module, layout)
             verified = verify_bytes(traced, layout, reader.tensor)
         found.append(verified)
         return {"coverage": json.dumps(local_coverage(verified, layout, model.module))}
@@ -133,11 +139,13 @@ def find_holdings(
         trace = demote(found[0], report.dense)
         shadows = None
         if trace.dense_only:
+            groups = closures(trace, layout)
+            model.prove_reload(groups, layout)
             with model.reader(layout) as reader:
                 shadows = DenseShadows(
                     layout,
                     trace.dense_only,
-                    closures(trace, layout),
+                    groups,
                     reader.tensor,
                     reload=model.reload,
                     runtime=model.runtime,
@@ -157,6 +165,7 @@ def find_holdings(
         )
         held.append(
             Holdings(
+                layout,
                 target,
                 _document(report, layout),
                 report.dense_share,

@@ -15,7 +15,7 @@ from deltastore.adapters.vllm.answers import point_of, point_row, spooled_of, sp
 from deltastore.adapters.vllm.feed import PreparedFeed, not_staged
 from deltastore.adapters.vllm.rendezvous import meet
 from deltastore.adapters.vllm.whole_spool import WholeSpool, map_whole
-from deltastore.errors import ApplyError, DeltastoreError, IntegrityError, Kind
+from deltastore.errors import ApplyError, DeltastoreError, FormatError, IntegrityError, Kind
 from deltastore.events import discard
 from deltastore.pipeline.history import locate
 from deltastore.pipeline.rank_applier import RankApplier, whole_fingerprint
@@ -256,16 +256,12 @@ class EngineRank:
         feed.ask(wanted)
         if self._group.rank != 0:
             return _offer(None)
-        deadline_s = self._clock.monotonic_s() + self._settings.stage_wait_s
+        patience = _Patience(self._clock, self._settings)
         while True:
             offered = feed.offered
             if offered is not None and offered.target.version == wanted:
                 return _offer(offered)
-            if self._clock.monotonic_s() >= deadline_s:
-                why = (
-                    f"not after {self._settings.stage_wait_s} s; {feed.error or 'no reason known'}"
-                )
-                raise not_staged(wanted, why)
+            patience.spend(wanted, feed.error)
             self._clock.wait(self._never, WAIT_LOOK_S)
 
     def _sound(self) -> Answer:
@@ -320,6 +316,29 @@ class EngineRank:
             if err.kind is Kind.VOTE_TIMEOUT:  # nobody knows what the others do now
                 self._doubt = err.message
             raise
+
+
+class _Patience:
+    """How long a version is waited for: what cannot be read by waiting is not waited for."""
+
+    def __init__(self, clock: Clock, settings: EngineSettings) -> None:
+        self._clock = clock
+        self._wait_s = settings.stage_wait_s
+        self._error_wait_s = 2 * settings.poll_min_s + 1.0  # the stager has looked again by then
+        self._began_s = clock.monotonic_s()
+        self._bad_since_s: float | None = None
+
+    def spend(self, wanted: int, error: DeltastoreError | None) -> None:
+        """Return while it is worth waiting; raise what keeps the version away otherwise."""
+        now_s = self._clock.monotonic_s()
+        if not isinstance(error, IntegrityError | FormatError):
+            self._bad_since_s = None
+        elif self._bad_since_s is None:
+            self._bad_since_s = now_s
+        elif now_s - self._bad_since_s >= self._error_wait_s:
+            raise error
+        if now_s - self._began_s >= self._wait_s:
+            raise not_staged(wanted, f"not after {self._wait_s} s; {error or 'no reason is known'}")
 
 
 def _offer(spooled: SpooledUpdate | None) -> Answer:

@@ -1,0 +1,241 @@
+"""One process, real engine: what it serves after updates is what a fresh one serves."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from deltastore.errors import ApplyError, DeltastoreError, Kind
+from tests.vllm.kit import close_engine, start_engine, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tests.vllm.runs import (
+    TinyRun,
+    digests,
+    generate,
+    initialise,
+    statuses,
+    until_staged,
+    update,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from deltastore.format.layout import BitState
+
+pytestmark = pytest.mark.vllm
+UNPACKED = {"weight_transfer_config": {"backend": "deltastore"}}
+"""A fresh engine to compare with: of the same kind, but it follows nothing."""
+
+
+def served(engine: Any) -> tuple[Any, Any]:
+    """What an engine is: its parameters, and greedy tokens with log-probs."""
+    return digests(engine), generate(engine)
+
+
+def served_by_a_fresh_one(run: TinyRun, version: int) -> tuple[Any, Any]:
+    """The same of an engine on the replayed version; no other may live in this process."""
+    fresh = start_engine(run.replayed(version), **UNPACKED)
+    try:
+        return served(fresh)
+    finally:
+        close_engine(fresh)
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied", "llama"])
+def test_an_engine_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
+    """CASE R6, R8, R26: after five versions, and after a skip over lost deltas by a composite, the
+    engine has a fresh one's parameters, tokens and log-probs, and says which version it serves."""
+    if kind == "llama":
+        checkpoint = tiny_llama(tmp_path / "model")
+    else:
+        checkpoint = tiny_qwen3(tmp_path / "model", tied=kind == "tied")
+    run = TinyRun(tmp_path, checkpoint)
+    engine = start_engine(checkpoint, **run.arguments())
+    found = {}
+    try:
+        initialise(engine)
+        initialise(engine)  # again is harmless
+        assert engine.get_weight_version() == run.label(0)
+        before = generate(engine)
+        for version in range(1, 6):
+            assert run.publish() == version
+            update(engine, version)
+            assert engine.get_weight_version() == run.label(version)
+        assert generate(engine) != before
+        if kind == "untied":
+            found[5] = served(engine)
+        for _ in range(4):
+            run.publish()
+        run.compose(5, 9)
+        run.lose_deltas(6, 7, 8)
+        update(engine, 9)
+        assert engine.get_weight_version() == run.label(9)
+        (status,) = statuses(engine)
+        assert status["active"] == {"version": 9, "policy_hash": run.label(9)[2:]}
+        assert (status["poisoned"], status["dense_share"], status["shadow_bytes"]) == ("", 0, 0)
+        found[9] = served(engine)
+    finally:
+        close_engine(engine)
+        run.close()
+    for version, ours in found.items():
+        assert ours == served_by_a_fresh_one(run, version)
+
+
+def test_repacked_experts_are_refused_or_reloaded(tmp_path: Path) -> None:
+    """CASE R8: experts that this engine keeps in another form are found; without allow_dense it is
+    not followed, and serves on; with it the engine equals a fresh one after three versions."""
+    checkpoint = tiny_qwen3_moe(tmp_path / "model")
+    run = TinyRun(tmp_path, checkpoint)
+    engine = start_engine(checkpoint, **run.arguments())
+    try:
+        before = generate(engine), digests(engine)
+        with pytest.raises(DeltastoreError, match="cannot be written in place") as caught:
+            initialise(engine)
+        assert caught.value.kind is Kind.COVERAGE
+        assert (generate(engine), digests(engine)) == before
+        initialise(engine, allow_dense=True)
+        (status,) = statuses(engine)
+        assert status["dense_share"] > 0.05
+        assert status["shadow_bytes"] > 0
+        for version in range(1, 4):
+            run.publish()
+            update(engine, version)
+        ours = served(engine)
+    finally:
+        close_engine(engine)
+        run.close()
+    assert ours == served_by_a_fresh_one(run, 3)
+
+
+@pytest.fixture(scope="module")
+def follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, TinyRun]]:
+    """An engine that follows a run, for tests that leave both usable."""
+    folder = tmp_path_factory.mktemp("follower")
+    checkpoint = tiny_qwen3(folder / "model", tied=False)
+    run = TinyRun(folder, checkpoint)
+    engine = start_engine(
+        checkpoint,
+        **run.arguments(),
+        worker_extension_cls="tests.vllm.worker_probe.WorkerProbe",
+    )
+    initialise(engine)
+    yield engine, run
+    close_engine(engine)
+    run.close()
+
+
+def live(engine: Any, name: str) -> Any:
+    """A runtime parameter's patterns."""
+    import torch
+
+    (found,) = engine.apply_model(lambda model: model.get_parameter(name).detach().clone())
+    return found.view(torch.int16).numpy().view(np.uint16)
+
+
+def test_every_pattern_travels(follower: tuple[Any, TinyRun]) -> None:
+    """CASE R5: all 65536 patterns of a bfloat16, every NaN code, -0 and infinities among them,
+    arrive in the live weights as they are, and go again."""
+    engine, run = follower
+    kept = run.state.copy()
+    everything = np.arange(1 << 16, dtype=np.uint16)
+
+    def write(state: BitState) -> None:
+        state["model.embed_tokens.weight"][:] = everything[: 1 << 15]
+        state["lm_head.weight"][:] = everything[1 << 15 :]
+
+    version = run.publish(lambda: write(run.state))
+    update(engine, version)
+    found = [
+        live(engine, name).reshape(-1) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    ]
+    assert np.array_equal(np.concatenate(found), everything)
+
+    def restore() -> None:
+        for mine, old in zip(run.state.arrays, kept.arrays, strict=True):
+            mine[:] = old
+
+    update(engine, run.publish(restore))
+    assert statuses(engine)[0]["poisoned"] == ""
+
+
+def test_another_runs_version_is_refused(follower: tuple[Any, TinyRun], tmp_path: Path) -> None:
+    """CASE R22, R3: a version of another history in the run's place is refused with a reason, by
+    staging and by update; the engine serves on, and follows again when the right one is there."""
+    engine, run = follower
+    update(engine, run.publish())
+    before = generate(engine), digests(engine), engine.get_weight_version()
+    version = statuses(engine)[0]["active"]["version"] + 1
+    other = TinyRun(tmp_path, run.checkpoint, name=run.name, seed=9)
+    while other.publish() < version:
+        continue
+    other.close()
+    name = f"versions/{version:010d}.json"
+    (run.body_folder / name).write_bytes((other.body_folder / name).read_bytes())
+    with pytest.raises(DeltastoreError) as caught:
+        update(engine, version)
+    assert caught.value.kind is Kind.WRONG_BASE
+    assert (generate(engine), digests(engine), engine.get_weight_version()) == before
+    assert statuses(engine)[0]["poisoned"] == ""
+    (run.body_folder / name).unlink()
+    assert run.publish() == version
+    update(engine, version)
+    assert engine.get_weight_version() == run.label(version)
+
+
+def test_a_foreign_layout_is_refused(follower: tuple[Any, TinyRun], tmp_path: Path) -> None:
+    """CASE R22: a run of another model is refused by name at initialisation, and the engine serves
+    on and follows its own run again."""
+    engine, run = follower
+    other = TinyRun(tmp_path, tiny_llama(tmp_path / "other"))
+    before = generate(engine), digests(engine)
+    engine.shutdown_weight_transfer_engine()
+    with pytest.raises(DeltastoreError):
+        initialise(engine, run=other.url)
+    assert (generate(engine), digests(engine)) == before
+    with pytest.raises(ApplyError, match="does not follow"):
+        engine.start_weight_update()
+    initialise(engine)
+    update(engine, run.publish())
+    assert engine.get_weight_version() == run.label(statuses(engine)[0]["active"]["version"])
+
+
+def test_update_newest_takes_what_is_staged(follower: tuple[Any, TinyRun]) -> None:
+    """ "newest" activates what is staged and waits for nothing; older versions, versions that do
+    not come and words that are none are refused, and the engine is where it was."""
+    engine, run = follower
+    version = run.publish()
+    until_staged(engine, version)
+    update(engine, "newest")
+    assert engine.get_weight_version() == run.label(version)
+    update(engine, "newest")
+    for wrong, kind in ((version - 1, Kind.NOT_STAGED), (-1, Kind.VERSION), ("v7", Kind.VERSION)):
+        with pytest.raises(DeltastoreError) as caught:
+            update(engine, wrong)
+        assert caught.value.kind is kind
+    assert engine.get_weight_version() == run.label(version)
+
+
+def test_memory_is_flat_over_200_updates(follower: tuple[Any, TinyRun]) -> None:
+    """CASE R17: the process's resident memory after 200 updates is what it was after 40, but for
+    a few MiB."""
+    engine, run = follower
+    sizes = []
+    for number in range(200):
+        version = run.publish()
+        update(engine, version)
+        if number in {39, 199}:
+            gc.collect()
+            sizes.append(resident_bytes())
+    assert sizes[1] - sizes[0] < 8 << 20, sizes
+    assert statuses(engine)[0]["active"]["version"] == version
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = [line for line in text.splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) << 10

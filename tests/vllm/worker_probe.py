@@ -1,0 +1,65 @@
+"""What tests do inside a worker: make its writes fail, or end it in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from deltastore.adapters.vllm.extension import WorkerExtension
+
+
+class WorkerProbe(WorkerExtension):
+    """For `worker_extension_cls`; its methods are called by `collective_rpc`."""
+
+    def probe_writes(self, fail_after: int, rank: int, *, undo_fails: bool = False) -> None:
+        """Let the write of that rank fail after so many parts; negative: let all succeed.
+
+        Args:
+            undo_fails: let the undoing fail too.
+        """
+        applied = self.weight_transfer_engine._rank._applier  # type: ignore[attr-defined]
+        target = applied._target
+        for name in ("write", "undo"):
+            target.__dict__.pop(name, None)
+        if fail_after < 0 or self.rank != rank:  # type: ignore[attr-defined]
+            return
+        left = [fail_after]
+        write = target.write
+
+        def failing(part: Any, *, keep: bool) -> None:
+            if left[0] == 0:
+                raise OSError("the probe failed this write")
+            left[0] -= 1
+            write(part, keep=keep)
+
+        def undo(part: Any) -> None:
+            raise OSError("the probe failed this undo")
+
+        target.write = failing
+        if undo_fails:
+            target.undo = undo
+
+    def probe_death(self, after: int) -> None:
+        """Let this process die, as of SIGKILL, after so many parts of the next update."""
+        target = self.weight_transfer_engine._rank._applier._target  # type: ignore[attr-defined]
+        left = [after]
+        write = target.write
+
+        def dying(part: Any, *, keep: bool) -> None:
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            write(part, keep=keep)
+
+        target.write = dying
+
+    def probe_parts(self) -> int:
+        """How many parts the prepared update has; 0 when none is prepared."""
+        ready = self.weight_transfer_engine._rank._feed._ready  # type: ignore[attr-defined]
+        return 0 if ready is None else len(ready[1].parts)
+
+    def probe_stager(self) -> int:
+        """The process number of this rank's stager; 0 when it has none."""
+        child = self.weight_transfer_engine._child  # type: ignore[attr-defined]
+        return 0 if child is None else (child.pid or 0)
