@@ -224,7 +224,7 @@ def _unfilled(trace: LoaderTrace, module: torch.nn.Module) -> list[list[Any]]:
     seen = {
         name: parameter.detach()
         for name, parameter in module.named_parameters()
-        if name not in trace.forms
+        if name not in trace.forms and name not in trace.computed
     }
     seen.update((name, form.detach()) for name, form in trace.forms.items())
     lacking: list[list[Any]] = []

@@ -22,7 +22,7 @@ from deltastore.adapters.torch_tensors import torch_dtype
 from deltastore.errors import InvalidInputError, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from deltastore.adapters.placements import Placement, Reach
     from deltastore.format.layout import Layout
@@ -43,6 +43,7 @@ class LoaderTrace:
         reaches: every place in the module's memory that the loader writes, and from what.
         forms: runtime names of parameters that are kept in another form after loading -> the
             form in which the loader knows them.
+        computed: runtime names of parameters that the engine computes from others.
     """
 
     placements: tuple[Placement, ...]
@@ -50,6 +51,7 @@ class LoaderTrace:
     unused: tuple[int, ...]
     reaches: tuple[Reach, ...]
     forms: Mapping[str, torch.Tensor]
+    computed: frozenset[str]
 
 
 def trace_loader(
@@ -59,6 +61,7 @@ def trace_loader(
     *,
     forms: Mapping[str, torch.Tensor] | None = None,
     derived: Mapping[str, str] | None = None,
+    computed: Collection[str] = (),
 ) -> LoaderTrace:
     """Run a module's loader on stand-ins for every tensor of the layout, in one call.
 
@@ -70,6 +73,7 @@ def trace_loader(
             -> tensors on the meta device in the form that the loader knows.
         derived: runtime names of modules from whose weights the engine computes others after
             loading -> what: tensors that go there are dense-only.
+        computed: runtime names of the parameters that it computes.
 
     Raises:
         InvalidInputError(loader): the loader raised; names the tensor it was at.
@@ -92,7 +96,12 @@ def trace_loader(
     empty = {t for t, spec in enumerate(layout.tensors) if spec.elements == 0}
     unused = set(range(len(layout))) - reached - set(placed.dense_only) - empty
     return LoaderTrace(
-        placed.placements, placed.dense_only, tuple(sorted(unused)), placed.reaches, forms
+        placed.placements,
+        placed.dense_only,
+        tuple(sorted(unused)),
+        placed.reaches,
+        forms,
+        frozenset(computed),
     )
 
 

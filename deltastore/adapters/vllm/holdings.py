@@ -17,8 +17,7 @@ from deltastore.adapters.loader_verify import demote
 from deltastore.adapters.placed_target import PlacedTarget
 from deltastore.adapters.safetensors_dir import CheckpointReader
 from deltastore.adapters.safetensors_scan import scan_checkpoint
-from deltastore.adapters.vllm.prepacking import unpacked_weights
-from deltastore.adapters.vllm.reload import prove_reload, reload_tensors
+from deltastore.adapters.vllm.reload import Reload
 from deltastore.adapters.vllm.rendezvous import meet
 from deltastore.adapters.vllm.tracing import trace_engine
 from deltastore.format.mixing import fingerprint_run
@@ -73,15 +72,9 @@ class EngineModel:
         """Run the engine's own loader."""
         return self.module.load_weights(weights)  # type: ignore[operator]
 
-    def reload(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Load exactly these, with what vLLM does after loading, without packing."""
-        with unpacked_weights():
-            reload_tensors(self.module, self._model_config, named)
-
-    def prove_reload(self, groups: Sequence[DenseGroup], layout: Layout) -> None:
-        """Reload what was loaded: IntegrityError(digest) unless no byte changes by it."""
-        with unpacked_weights(), self.reader(layout) as reader:
-            prove_reload(self.module, self._model_config, groups, layout, reader.tensor)
+    def reload(self, groups: Sequence[DenseGroup], layout: Layout) -> Reload:
+        """What loads whole closures anew."""
+        return Reload(self.module, self._model_config, groups, layout)
 
     def runtime(self, modules: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters and buffers of modules, with their names."""
@@ -140,14 +133,15 @@ def find_holdings(
         shadows = None
         if trace.dense_only:
             groups = closures(trace, layout)
-            model.prove_reload(groups, layout)
+            reload = model.reload(groups, layout)
             with model.reader(layout) as reader:
+                reload.prove(reader.tensor)
                 shadows = DenseShadows(
                     layout,
                     trace.dense_only,
                     groups,
                     reader.tensor,
-                    reload=model.reload,
+                    reload=reload,
                     runtime=model.runtime,
                     folder=folder,
                 )
