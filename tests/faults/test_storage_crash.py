@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deltastore.errors import NotFoundError
-from deltastore.format.keys import RunKeys
+from deltastore.format.keys import KeyKind, RunKeys, parse_key
+from deltastore.maintenance.fsck import check_run
+from deltastore.maintenance.janitor import JanitorPolicy, run_janitor
 from deltastore.pipeline.host import HostSource
 from deltastore.pipeline.publisher import Publisher
 from deltastore.pipeline.replay import replay
+from deltastore.repository.fetch import load_manifest
+from deltastore.repository.resolve import find_head
 from deltastore.repository.run import open_run
 from deltastore.storage.url import open_store
 from deltastore.testing.clock import FakeClock
@@ -23,6 +27,7 @@ from tests.unit.pipeline.harness import RUN, World, change_some
 
 if TYPE_CHECKING:
     from deltastore.format.layout import BitState
+    from deltastore.repository.run import Run
     from deltastore.storage.store import ObjectStore
     from deltastore.testing.servers import SeaweedServer
 
@@ -86,6 +91,26 @@ class Expected:
         return committed
 
 
+def _named_keys(run: Run) -> set[str]:
+    """The keys of all bodies that the version manifests name."""
+    cores = [load_manifest(run, version).core for version in range(find_head(run) + 1)]
+    files = {file.key for core in cores for file in core.files if file.key is not None}
+    return files | {ref.key for core in cores for ref in core.segments}
+
+
+def _sweep(store: ObjectStore, root: Path) -> tuple[int, set[str]]:
+    """A janitor comes by when all is eight days old: what it deleted, and which bodies are left."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            aged_s = path.stat().st_mtime - 8 * 86400
+            os.utime(path, (aged_s, aged_s))
+    run = open_run(store, RUN)
+    done = run_janitor(run, JanitorPolicy(), dry_run=False)
+    kinds = {KeyKind.SEGMENT, KeyKind.ANCHOR_FILE}
+    keys = {info.key for info in store.list(f"{RUN}/")}
+    return done.deleted, {key for key in keys if parse_key(key).kind in kinds}
+
+
 def _check_all(
     steps: list[dict[str, Any]], url: str, folder: Path, options: dict[str, Any]
 ) -> list[bool]:
@@ -107,6 +132,22 @@ def test_killed_at_every_system_call_on_files(tmp_path: Path) -> None:
     assert committed == sorted(committed)
     assert committed.count(False) >= 8
     assert committed.count(True) >= 3
+    swept = 0
+    for step in steps:
+        store = open_store(f"{url}/{step['folder']}")
+        before = replay(open_run(store, RUN), None, clock=FakeClock(), streams=1).state
+        deleted, left = _sweep(store, tmp_path / "store" / step["folder"])
+        swept += deleted
+        assert left == _named_keys(open_run(store, RUN)), step
+        again, _left = _sweep(store, tmp_path / "store" / step["folder"])
+        assert again == 0
+        assert (
+            check_run(open_run(store, RUN), deep=True, streams=2, clock=FakeClock()).findings == ()
+        )
+        after = replay(open_run(store, RUN), None, clock=FakeClock(), streams=1).state
+        assert _same(before, after)
+        store.close()
+    assert swept, "no crash left an orphan: the janitor had nothing to show"
 
 
 def test_killed_at_every_put_on_a_real_server(
