@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from deltastore import __version__
+from deltastore.cli.doctor import doctor
 from deltastore.cli.fleet import status
 from deltastore.cli.group import CommandGroup
 from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
@@ -276,5 +277,5 @@ def probe(
     probe_url(store_url, connection, rounds=rounds, output=Output(as_json))
 
 
-for _command in (verify, maintain, follow, stage, keygen, status):
+for _command in (verify, maintain, follow, stage, doctor, keygen, status):
     app.command()(_command)

@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,12 @@ from deltastore.pipeline.safe_point import SafePointDriver, SafePointSettings, T
 from deltastore.repository.resolve import find_head
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from deltastore.cli.connection import Connection
     from deltastore.cli.output import Document, Output
+    from deltastore.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +84,8 @@ def follow_engine(
     driver = SafePointDriver(
         control, clock, name=str(control.address), settings=following.safe_points
     )
-    interrupted = _end_on_signals(stopping)
-    deadline_s = clock.monotonic_s() + following.within_s
-    told: Document = {}
-    while not stopping.is_set():
-        outcome = driver.turn()
-        told = _tell(run.name, driver, outcome, told, output)
-        served = driver.view().served
-        if following.once:
-            if served is not None and served.version >= newest and not driver.view().held:
-                return
-            if clock.monotonic_s() > deadline_s:
-                raise _too_late(driver, newest, following.within_s)
-            if outcome is Turn.FAILED and driver.error is not None:
-                raise driver.error
-        clock.wait(stopping, following.poll_s)
+    with _ending_on_signals(stopping) as interrupted:
+        _drive(run.name, driver, newest, following, clock, stopping, output)
     if driver.view().held:
         raise ApplyError(
             f"{control.address} is left paused: {driver.view().held}",
@@ -130,8 +120,38 @@ def _worker_settings(
     return settings
 
 
-def _end_on_signals(stopping: threading.Event) -> threading.Event:
-    """End after the turn in progress; the second Ctrl-C does not wait."""
+def _drive(
+    run: str,
+    driver: SafePointDriver,
+    newest: int,
+    following: EngineFollowing,
+    clock: Clock,
+    stopping: threading.Event,
+    output: Output,
+) -> None:
+    """Turn until told to stop, or once: until the server is at `newest`."""
+    deadline_s = clock.monotonic_s() + following.within_s
+    told: Document = {}
+    while not stopping.is_set():
+        outcome = driver.turn()
+        told = _tell(run, driver, outcome, told, output)
+        served = driver.view().served
+        if following.once:
+            if served is not None and served.version >= newest and not driver.view().held:
+                return
+            if clock.monotonic_s() > deadline_s:
+                raise _too_late(driver, newest, following.within_s)
+            if outcome is Turn.FAILED and driver.error is not None:
+                raise driver.error
+        clock.wait(stopping, following.poll_s)
+
+
+@contextmanager
+def _ending_on_signals(stopping: threading.Event) -> Iterator[threading.Event]:
+    """Inside, signals end it after the turn in progress; a second Ctrl-C does not wait.
+
+    Yields what says whether it was Ctrl-C.
+    """
     interrupted = threading.Event()
 
     def interrupt(*_signal: object) -> None:
@@ -140,9 +160,13 @@ def _end_on_signals(stopping: threading.Event) -> threading.Event:
         interrupted.set()
         stopping.set()
 
-    signal.signal(signal.SIGTERM, lambda *_signal: stopping.set())
-    signal.signal(signal.SIGINT, interrupt)
-    return interrupted
+    terminate = signal.signal(signal.SIGTERM, lambda *_signal: stopping.set())
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGINT, before)
 
 
 def _tell(

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,8 +17,11 @@ from deltastore.cli.app import app
 from deltastore.cli.group import error_document
 from deltastore.errors import ConflictError, Kind
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 COMMANDS = ["diff", "apply", "init", "publish", "log", "show", "replay", "probe", "verify"]
-COMMANDS += ["maintain", "follow", "stage", "keygen"]
+COMMANDS += ["maintain", "follow", "stage", "doctor", "keygen"]
 START = "from deltastore.cli import main; main()"
 ERROR_KEYS = ["kind", "class", "message", "run", "version", "key", "hint", "exit_code"]
 
@@ -167,3 +170,22 @@ def _fail_with(monkeypatch: pytest.MonkeyPatch, err: BaseException) -> None:
         raise err
 
     monkeypatch.setattr("deltastore.cli.history.list_history", fail)
+
+
+def test_doctor_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM is not installed it is said which versions would do, before anything is opened."""
+    monkeypatch.setattr("deltastore.adapters.vllm.versions.DISTRIBUTIONS", ("no-such-engine",))
+    line = ["doctor", "--run", "file:///nowhere/r1", "--model", str(tmp_path)]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("deltastore: engine_version: vLLM is not installed")
+    assert "0.32" in result.stderr
+
+
+@pytest.mark.parametrize("words", [["--settings", "[]"], ["--engine", "{"]])
+def test_doctor_takes_objects_only(tmp_path: Path, words: list[str]) -> None:
+    """An option that is not a JSON object is named."""
+    line = ["doctor", "--run", "file:///nowhere/r1", "--model", str(tmp_path), *words]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 2
+    assert f"{words[0]} is not a JSON object" in result.stderr
