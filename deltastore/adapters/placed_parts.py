@@ -19,6 +19,7 @@ import numpy as np
 from deltastore.adapters.live_memory import Journal, Piece
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.block import ValueKind
+from deltastore.format.fingerprint import ZERO
 from deltastore.format.kernels_base import Array, frozen
 from deltastore.format.kernels_placed import locate_count, locate_fill, walk
 
@@ -99,6 +100,13 @@ class HeldRegion:
             elements = np.empty(count, self.numbers)
             walk(begin, region.offset, *self.shape, offsets, elements)
             yield Piece(frozen(offsets), 0, frozen(elements), self.spec.first_element)
+
+    def fingerprint(self) -> Fingerprint:
+        """Of all its elements, as they are now."""
+        total = ZERO
+        for piece in self.pieces():
+            total = total + self.memory.fingerprint(piece)
+        return total
 
     def part_of(self, block: Block) -> PlacedPart | None:
         """What of the block meets the region; None when nothing does."""
@@ -187,10 +195,12 @@ class PlacedPart:
         return total
 
     def write(self, *, keep: bool) -> None:
-        """Write what is not written yet."""
-        self.journal.keep = keep
-        for number in range(int(self.journal.done[0]), self.count):
-            self.held.memory.write(self.piece(number), self.journal)
+        """Write all of it."""
+        journal, memory = self.journal, self.held.memory
+        journal.clear()
+        journal.keep = keep
+        for number in range(self.count):
+            memory.write(self.piece(number), journal)
 
     def undo(self) -> None:
         """Undo what is written."""

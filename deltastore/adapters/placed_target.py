@@ -16,6 +16,7 @@ from deltastore.adapters.live_memory import DeviceMemory, HostMemory, Journal, L
 from deltastore.adapters.memory_overlap import overlaps_itself
 from deltastore.adapters.placed_parts import HeldRegion, PlacedPart
 from deltastore.adapters.placements import Region
+from deltastore.adapters.safe_point_threads import Threads
 from deltastore.adapters.torch_tensors import checkpoint_dtype, integer_view, torch_dtype
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.coverage import list_names
@@ -49,6 +50,8 @@ class PlacedTarget:
         unused_fingerprint: of a tensor as the engine was loaded: asked for those that no process
             of the engine holds.
         scratch_max_bytes: of temporaries on the tensors' device.
+        threads: that work on host memory at a safe point; None: one per processor that the calling
+            thread may run on, 8 at most.
 
     Raises InvalidInputError (tensor_names, tensor_shape, tensor_dtype, tensor_storage, box) when a
     tensor is neither placed, shadowed nor unused, or a placement is not what it says.
@@ -63,7 +66,10 @@ class PlacedTarget:
         unused: Collection[int] = (),
         unused_fingerprint: Callable[[int], Fingerprint] | None = None,
         scratch_max_bytes: int = SCRATCH_MAX_BYTES,
+        threads: int | None = None,
     ) -> None:
+        self._threads = Threads(threads)
+        scratch_bytes = scratch_max_bytes // self._threads.count
         self._layout = layout
         self._shadows = shadows
         self._held: list[HeldRegion] = []
@@ -71,7 +77,7 @@ class PlacedTarget:
         self.unheld = UnheldTensors(unused, unused_fingerprint)
         for placement in placements:
             spec = _spec(layout, placement.region)
-            memory, strides = _window(placement, spec, scratch_max_bytes)
+            memory, strides = _window(placement, spec, scratch_bytes)
             self._hold(placement.region, spec, memory, strides)
         for tensor, bits in ({} if shadows is None else shadows.arrays).items():
             spec = layout.tensors[tensor]
@@ -98,26 +104,32 @@ class PlacedTarget:
                     parts.append(part)
         return parts
 
-    @torch.no_grad()
     def tally(self, parts: Sequence[PlacedPart], tensors: Sequence[int]) -> Tally:
         """Pass 1, read only: the change of every region that it holds of `tensors`."""
+        found = self._threads.each(parts, PlacedPart.change, lambda part: part.nnz)
         changes: dict[int, Fingerprint] = {}
-        for part in parts:
+        for part, change in zip(parts, found, strict=True):
             number = part.held.number
-            change = part.change()
-            before = changes.get(number)
-            changes[number] = change if before is None else before + change
+            changes[number] = changes[number] + change if number in changes else change
         held = [held for tensor in tensors for held in self._by_tensor.get(tensor, ())]
         return self._rows(held, [changes.get(one.number, ZERO) for one in held])
 
-    @torch.no_grad()
+    def write_all(self, parts: Sequence[PlacedPart], *, keep: bool) -> None:
+        """Pass 2: write the parts in place. Whatever it raises, each knows how far it came."""
+        self._threads.each(parts, lambda part: self.write(part, keep=keep), lambda part: part.nnz)
+
+    def undo_all(self, parts: Sequence[PlacedPart]) -> None:
+        """Undo what was written of the parts: all, some, or nothing."""
+        with torch.inference_mode():
+            for part in reversed(parts):
+                self.undo(part)
+
     def write(self, part: PlacedPart, *, keep: bool) -> None:
-        """Write a part in place. Whatever it raises, `undo` knows how far it came."""
+        """Write one part: what a test of failures takes the place of."""
         part.write(keep=keep)
 
-    @torch.no_grad()
     def undo(self, part: PlacedPart) -> None:
-        """Undo what `write` did of the part: all, some, or nothing."""
+        """Undo one part."""
         part.undo()
 
     def settle(self, tensors: Sequence[int], *, undoing: bool) -> None:
@@ -128,30 +140,27 @@ class PlacedTarget:
         if self._shadows is not None:
             self._shadows.reload(tensors, self.read_tensor, undoing=undoing)
 
-    @torch.no_grad()
     def whole(self) -> Tally:
         """One pass over all that this process holds."""
-        found: list[Fingerprint] = []
-        for held in self._held:
-            total = ZERO
-            for piece in held.pieces():
-                total = total + held.memory.fingerprint(piece)
-            found.append(total)
-        return self._rows(self._held, found)
+        held = self._held
+        found = self._threads.each(held, HeldRegion.fingerprint, lambda one: one.region.elements)
+        return self._rows(held, found)
 
     def check_derived(self) -> None:
         """IntegrityError(digest) when reloaded modules hold other bytes than after the reload."""
         if self._shadows is not None:
             self._shadows.check()
 
-    @torch.no_grad()
     def write_state(self, state: BitState) -> None:
         """Write a whole state, in place, and load all dense-only tensors anew."""
         require_same_layout(self._layout.digest, state.layout.digest, what="the whole state")
-        for held in self._held:
+
+        def fill(held: HeldRegion) -> None:
             bits = state.arrays[held.region.tensor]
             for piece in held.pieces():
                 held.memory.write(_filled(held, piece, bits), Journal(keep=False))
+
+        self._threads.each(self._held, fill, lambda held: held.region.elements)
         self.settle(range(len(self._layout)), undoing=False)
 
     @torch.no_grad()

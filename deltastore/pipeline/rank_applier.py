@@ -227,8 +227,7 @@ class RankApplier(Generic[P]):
         keep = prepared.undo_bytes <= self._settings.undo_max_bytes
         cause: BaseException | None = None
         try:
-            for part in prepared.parts:
-                self._target.write(part, keep=keep)
+            self._target.write_all(prepared.parts, keep=keep)
             self._target.settle(tensors, undoing=False)
         except BaseException as err:  # noqa: BLE001 - it is voted, and raised below
             cause = err
@@ -291,8 +290,7 @@ class RankApplier(Generic[P]):
         try:
             if not reversible:
                 self._raise_irreversible(prepared)
-            for part in reversed(prepared.parts):
-                self._target.undo(part)
+            self._target.undo_all(prepared.parts)
             self._target.settle(tensors, undoing=True)
             tally = self._target.whole()
         except BaseException as err:  # noqa: BLE001 - it is voted, and poisons

@@ -77,16 +77,16 @@ class RankTarget(Protocol[P]):
         """
         ...
 
-    def write(self, part: P, *, keep: bool) -> None:
-        """Write a part in place. Whatever it raises, `undo` knows how far it came.
+    def write_all(self, parts: Sequence[P], *, keep: bool) -> None:
+        """Pass 2: write the parts in place. Whatever it raises, every part knows how far it came.
 
         Args:
-            keep: whether old bits are kept, `undo_bytes` of them.
+            keep: whether old bits are kept, `undo_bytes` of each.
         """
         ...
 
-    def undo(self, part: P) -> None:
-        """Undo what `write` did of the part: all, some, or nothing."""
+    def undo_all(self, parts: Sequence[P]) -> None:
+        """Undo what was written of the parts: all, some, or nothing."""
         ...
 
     def settle(self, tensors: Sequence[int], *, undoing: bool) -> None:

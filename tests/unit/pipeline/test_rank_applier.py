@@ -341,6 +341,22 @@ def test_applying_again_is_harmless() -> None:
         assert_at(engine, NEW, 1)
 
 
+def test_what_was_prepared_once_can_be_activated_again_from_its_base() -> None:
+    """After a re-anchor to its base a prepared update is written whole once more; between the two
+    it keeps no old bits."""
+    engine = Engine.start(THREE, BASE)
+    prepared = [applier.prepare(UPDATE) for applier in engine.appliers]
+
+    def activate(rank: int) -> Any:
+        return engine.appliers[rank].activate(prepared[rank])
+
+    for _ in range(2):
+        assert engine.run(activate) == [point(1, NEW)] * 3
+        assert_at(engine, NEW, 1)
+        assert not any(part.journal.kept for one in prepared for part in one.parts)
+        engine.run(lambda rank: engine.appliers[rank].write_state(BASE, point(0, BASE)))
+
+
 def test_a_poisoned_rank_poisons_the_others_and_a_whole_state_heals_all() -> None:
     """Who is in doubt says so at the next vote; after `write_state` all are at a proved version."""
     engine = Engine.start(THREE, BASE)
