@@ -6,7 +6,7 @@ Each command names its arguments here and hands them to a module that is importe
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - the framework evaluates annotations at run time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,22 +14,21 @@ from deltastore import __version__
 from deltastore.cli.doctor import doctor
 from deltastore.cli.fleet import status
 from deltastore.cli.group import CommandGroup
-from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
-    AccessKeyEnv,
+from deltastore.cli.options import (
     AsJson,
-    EndpointUrl,
-    Profile,
-    Region,
     RunUrl,
-    SecretKeyEnv,
     SignKeys,
     Streams,
     TrustedKeysFile,
     Version,
+    reaches_store,
 )
 from deltastore.cli.output import Output
 from deltastore.cli.stage import stage
 from deltastore.cli.upkeep import follow, keygen, maintain, verify
+
+if TYPE_CHECKING:
+    from deltastore.cli.connection import Connection
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -91,6 +90,7 @@ def apply(
 
 
 @app.command()
+@reaches_store
 def init(
     run_url: RunUrl,
     checkpoint: Annotated[
@@ -108,18 +108,15 @@ def init(
             "--relay", metavar="NAME=RUN_URL", help="Another region that shall hold the run too."
         ),
     ] = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    sign_key: SignKeys = None,
+    *,
+    connection: Connection,
     as_json: AsJson = False,
 ) -> None:
     """Make a run whose version 0 is a checkpoint."""
-    from deltastore.cli.connection import Connection
+    from deltastore.cli.keys import read_signer
     from deltastore.cli.runs import init_run
 
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     init_run(
         run_url,
         connection,
@@ -127,11 +124,13 @@ def init(
         step=step,
         home_name=home,
         relays=relay or (),
+        signer=read_signer(sign_key or ()),
         output=Output(as_json),
     )
 
 
 @app.command()
+@reaches_store
 def publish(
     run_url: RunUrl,
     checkpoint: Annotated[
@@ -139,20 +138,15 @@ def publish(
     ],
     step: Annotated[int, typer.Option("--step", min=0, help="Optimizer step of the checkpoint.")],
     sign_key: SignKeys = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint as the next version of a run."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.keys import read_signer
     from deltastore.cli.runs import publish_checkpoint
 
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     publish_checkpoint(
         run_url,
         connection,
@@ -165,6 +159,7 @@ def publish(
 
 
 @app.command()
+@reaches_store
 def log(
     run_url: RunUrl,
     limit: Annotated[
@@ -176,19 +171,14 @@ def log(
             "--events", metavar="FILE", help="Event log of the trainer: adds the stages' times."
         ),
     ] = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
     """List the versions of a run, newest last."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.history import list_history
 
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     list_history(
         run_url,
         connection,
@@ -200,44 +190,36 @@ def log(
 
 
 @app.command()
+@reaches_store
 def show(
     run_url: RunUrl,
     version: Version = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     as_json: AsJson = False,
 ) -> None:
     """Show one version of a run: what it is, what it is made of, and what names it."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.history import show_version
 
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     show_version(run_url, connection, version=version, output=Output(as_json))
 
 
 @app.command()
+@reaches_store
 def replay(
     run_url: RunUrl,
     out: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write; must not exist.")],
     version: Version = None,
     trusted_keys: TrustedKeysFile = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a version from the bucket alone and write it as a checkpoint."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.keys import read_trusted
     from deltastore.cli.restore import replay_version
 
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     replay_version(
         run_url,
         connection,
@@ -250,6 +232,7 @@ def replay(
 
 
 @app.command()
+@reaches_store
 def probe(
     store_url: Annotated[
         str,
@@ -262,18 +245,13 @@ def probe(
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, max=1000, help="Races of each kind.")
     ] = 4,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     as_json: AsJson = False,
 ) -> None:
     """Try out what a store does, and whether it can be the home of a run."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.probe import probe_url
 
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     probe_url(store_url, connection, rounds=rounds, output=Output(as_json))
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RunUrl = Annotated[
     str,
@@ -67,3 +72,45 @@ SignKeys = Annotated[
         help="Sign with this private key (see keygen); may be given twice while keys change.",
     ),
 ]
+
+_REACH = {
+    "endpoint_url": EndpointUrl,
+    "region": Region,
+    "profile": Profile,
+    "access_key_env": AccessKeyEnv,
+    "secret_key_env": SecretKeyEnv,
+}
+"""The options that say how to reach a store, in the order in which `Connection` takes them."""
+
+
+def reaches_store(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command have its `connection` parameter from the options that say how to reach a store.
+
+    On the command line they stand where the parameter stands.
+    """
+    hints = get_type_hints(command, localns={"Connection": Any}, include_extras=True)
+    signature = inspect.signature(command)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.name != "connection":
+            hint = hints[parameter.name]
+            parameters.append(parameter.replace(annotation=hint, kind=_NAMED))
+            continue
+        parameters += [
+            inspect.Parameter(name, _NAMED, default=None, annotation=option)
+            for name, option in _REACH.items()
+        ]
+
+    @wraps(command)
+    def parsed(**values: Any) -> None:
+        from deltastore.cli.connection import Connection
+
+        connection = Connection(*(values.pop(name) for name in _REACH))
+        command(connection=connection, **values)
+
+    parsed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    parsed.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return parsed
+
+
+_NAMED = inspect.Parameter.KEYWORD_ONLY

@@ -47,6 +47,7 @@ def init_run(
     home_name: str,
     output: Output,
     relays: Sequence[str] = (),
+    signer: Signer = unsigned,
 ) -> None:
     """Make a run whose version 0 is the checkpoint in `folder`, in every region."""
     check_name(home_name, "region")
@@ -78,6 +79,7 @@ def init_run(
                 regions=regions,
                 home_name=home_name,
                 step=step,
+                signer=signer,
             )
         manifest = load_manifest(run, 0)
         document = {**run_document(run, run_url), "version": version_document(run, manifest)}

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - the framework evaluates annotations at run time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
-    AccessKeyEnv,
+from deltastore.cli.options import (
     AsJson,
-    EndpointUrl,
-    Profile,
-    Region,
     RunUrl,
-    SecretKeyEnv,
     Streams,
     TrustedKeysFile,
+    reaches_store,
 )
 from deltastore.cli.output import Output
 
+if TYPE_CHECKING:
+    from deltastore.cli.connection import Connection
 
+
+@reaches_store
 def stage(
     run_url: RunUrl,
     folder: Annotated[
@@ -40,16 +40,12 @@ def stage(
         ),
     ] = False,
     trusted_keys: TrustedKeysFile = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
     """Fetch, verify and decode each new version once for all engines of this host."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.keys import read_trusted
     from deltastore.cli.staging import Staging, stage_run
     from deltastore.config import FollowerSettings
@@ -66,5 +62,4 @@ def stage(
         until_stdin_ends=until_stdin_ends,
         trusted=read_trusted(trusted_keys),
     )
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     stage_run(run_url, connection, staging, Output(as_json))

@@ -5,27 +5,27 @@ As in `app.py`, a command only names its arguments here; its module is imported 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - the framework evaluates annotations at run time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltastore.cli.options import (  # noqa: TC001 - evaluated at run time, too
-    AccessKeyEnv,
+from deltastore.cli.options import (
     AsJson,
-    EndpointUrl,
-    Profile,
-    Region,
     RunUrl,
-    SecretKeyEnv,
     SignKeys,
     Streams,
     TrustedKeysFile,
+    reaches_store,
 )
 from deltastore.cli.output import Output
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.pipeline.engine_control import PauseMode
+
+if TYPE_CHECKING:
+    from deltastore.cli.connection import Connection
 
 
 class Only(StrEnum):
@@ -38,6 +38,7 @@ class Only(StrEnum):
     JANITOR = "janitor"
 
 
+@reaches_store
 def verify(
     run_url: RunUrl,
     deep: Annotated[
@@ -60,21 +61,17 @@ def verify(
     ] = None,
     trusted_keys: TrustedKeysFile = None,
     sign_key: SignKeys = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
     """Check a run: manifests, chain, objects, and with --deep every bit of every version."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.keys import read_signer, read_trusted
     from deltastore.cli.verify import Verifying, verify_run
 
-    keys = (access_key_env, secret_key_env)
-    other = Connection(from_endpoint_url or endpoint_url, region, profile, *keys)
+    endpoint_url = from_endpoint_url or connection.endpoint_url
+    other = replace(connection, endpoint_url=endpoint_url)
     verifying = Verifying(
         deep=deep,
         repair=repair,
@@ -83,10 +80,10 @@ def verify(
         trusted=read_trusted(trusted_keys),
         signer=read_signer(sign_key or ()),
     )
-    connection = Connection(endpoint_url, region, profile, *keys)
     verify_run(run_url, connection, verifying, Output(as_json))
 
 
+@reaches_store
 def maintain(
     run_url: RunUrl,
     only: Annotated[
@@ -130,16 +127,12 @@ def maintain(
     ] = 600.0,
     trusted_keys: TrustedKeysFile = None,
     sign_key: SignKeys = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
     """Make anchors and composites, and show (or do) what retention and the janitor delete."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.keys import read_signer, read_trusted
     from deltastore.cli.maintain import Mode, Task, Upkeep, maintain_run
     from deltastore.maintenance.anchors import AnchorPolicy
@@ -158,10 +151,10 @@ def maintain(
         signer=read_signer(sign_key or ()),
         trusted=read_trusted(trusted_keys),
     )
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     maintain_run(run_url, connection, upkeep, Output(as_json))
 
 
+@reaches_store
 def follow(
     run_url: RunUrl,
     out: Annotated[
@@ -193,20 +186,15 @@ def follow(
         typer.Option("--within-s", min=1, help="With --vllm and --once: how long it may take."),
     ] = 600.0,
     trusted_keys: TrustedKeysFile = None,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    access_key_env: AccessKeyEnv = None,
-    secret_key_env: SecretKeyEnv = None,
+    *,
+    connection: Connection,
     streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
     """Follow a run: print each newest version, keep a folder at it, or a vLLM server."""
-    from deltastore.cli.connection import Connection
     from deltastore.cli.follow import Following, follow_run
     from deltastore.cli.keys import read_trusted
 
-    connection = Connection(endpoint_url, region, profile, access_key_env, secret_key_env)
     if vllm is not None:
         from deltastore.cli.follow_engine import EngineFollowing, follow_engine
 
