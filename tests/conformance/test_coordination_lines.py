@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import ssl
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,11 +20,11 @@ from deltastore.errors import CoordinationError, InvalidInputError, Kind
 from deltastore.testing.clock import FakeClock
 from deltastore.testing.fleet import LEASE_S, TTL_S, Fleet, active, policy_hash_of
 from deltastore.testing.redis_line import RedisLine
+from deltastore.testing.server_process import free_port
 from deltastore.testing.servers import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 def _never(_seconds: float) -> None:
@@ -56,24 +58,47 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# The embedded server has no TLS: a line speaks it for it. The distribution's own has.
+_TERMINATORS = ["line"] + (["redis-server"] if shutil.which("redis-server") else [])
+
+
 @pytest.fixture(params=[False, True], ids=["server-certificate", "both-certificates"])
-def secret_line(
-    request: pytest.FixtureRequest, certificates: Path, redis_server: RedisServer
-) -> Iterator[tuple[RedisLine, bool]]:
-    """A TLS address of the server; whether it asks for a client certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
-    if request.param:
-        context.load_verify_locations(certificates / "ca.crt")
-        context.verify_mode = ssl.CERT_REQUIRED
-    with RedisLine(redis_server.port, tls=context) as line:
-        yield line, request.param
+def mutual(request: pytest.FixtureRequest) -> bool:
+    """Whether clients are asked for a certificate too."""
+    return bool(request.param)
 
 
-def test_tls(secret_line: tuple[RedisLine, bool], certificates: Path) -> None:
+@pytest.fixture(params=_TERMINATORS)
+def secret_url(
+    request: pytest.FixtureRequest, mutual: bool, certificates: Path, redis_server: RedisServer
+) -> Iterator[str]:
+    """A TLS address of a server, without the options that a client needs."""
+    if request.param == "line":
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+        if mutual:
+            context.load_verify_locations(certificates / "ca.crt")
+            context.verify_mode = ssl.CERT_REQUIRED
+        with RedisLine(redis_server.port, tls=context) as line:
+            yield line.url
+        return
+    program = shutil.which(request.param)
+    assert program is not None
+    port = free_port()
+    options = {
+        "tls-port": str(port),
+        "tls-cert-file": str(certificates / "server.crt"),
+        "tls-key-file": str(certificates / "server.key"),
+        "tls-ca-cert-file": str(certificates / "ca.crt"),
+        "tls-auth-clients": "yes" if mutual else "no",
+    }
+    with RedisServer(program=Path(program), options=options):
+        yield f"rediss://127.0.0.1:{port}/0"
+
+
+def test_tls(secret_url: str, mutual: bool, certificates: Path) -> None:
     """Over TLS, with the authority named in the URL, everything works; plain text does not."""
-    line, mutual = secret_line
-    url = f"{line.url}?ssl_ca_certs={certificates / 'ca.crt'}"
+    url = f"{secret_url}?ssl_ca_certs={certificates / 'ca.crt'}"
     if mutual:
         with pytest.raises(CoordinationError) as refused:
             RedisCoordination(url, "r1", FakeClock())
@@ -87,19 +112,16 @@ def test_tls(secret_line: tuple[RedisLine, bool], certificates: Path) -> None:
         fleet.offer("j1")
         assert fleet.settle(fleet.lease("a1"), "a1") is Settled.ADMITTED
     with pytest.raises(CoordinationError) as plain:
-        RedisCoordination(line.url.replace("rediss", "redis"), run, FakeClock(), timeout_s=0.5)
+        RedisCoordination(secret_url.replace("rediss", "redis"), run, FakeClock(), timeout_s=0.5)
     assert plain.value.kind is Kind.REDIS_UNAVAILABLE
 
 
-def test_a_strangers_certificate_is_refused(
-    secret_line: tuple[RedisLine, bool], certificates: Path
-) -> None:
+def test_a_strangers_certificate_is_refused(secret_url: str, certificates: Path) -> None:
     """A certificate of an unknown authority is refused at once, and the way out is named."""
-    line, _ = secret_line
     for options in ("", f"?ssl_ca_certs={certificates / 'stranger.crt'}"):
         clock = FakeClock()
         with pytest.raises(CoordinationError) as refused:
-            RedisCoordination(line.url + options, "r1", clock)
+            RedisCoordination(secret_url + options, "r1", clock)
         assert refused.value.kind is Kind.REDIS_UNAVAILABLE
         assert "ssl_ca_certs" in str(refused.value)
         assert clock.slept_s == []
