@@ -54,6 +54,10 @@ class WorkerProbe(WorkerExtension):
 
         target.write = dying
 
+    def probe_whole(self) -> None:
+        """Prove all live weights; raises IntegrityError."""
+        self.weight_transfer_engine._rank.check_whole()  # type: ignore[attr-defined]
+
     def probe_parts(self) -> int:
         """How many parts the prepared update has; 0 when none is prepared."""
         ready = self.weight_transfer_engine._rank._feed._ready  # type: ignore[attr-defined]

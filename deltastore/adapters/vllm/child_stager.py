@@ -71,7 +71,8 @@ class ChildStager:
 
     def _look(self) -> None:
         if self._child is not None and self._child.poll() is not None:
-            code, self._child = self._child.wait(), None
+            child, self._child = self._child, None
+            code = _end(child)
             self._later()
             _log.warning("the stager ended with code %s; another one is started soon", code)
         now_s = self._clock.monotonic_s()
@@ -124,11 +125,12 @@ def stage_command(settings: EngineSettings, folder: Path) -> list[str]:
     return words
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Let it end, or make it; its exit code."""
     if child.stdin is not None:
         child.stdin.close()
     try:
-        child.wait(STOP_WITHIN_S)
+        return child.wait(STOP_WITHIN_S)
     except subprocess.TimeoutExpired:
         child.kill()
-        child.wait()
+        return child.wait()

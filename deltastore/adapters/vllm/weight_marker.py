@@ -9,6 +9,7 @@ kept from stepping, and is not resumed, until they agree again.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 from deltastore.errors import ApplyError, Kind
@@ -91,11 +92,32 @@ def _keep_from_stepping(core: Any, reason: str) -> None:
 
     before = getattr(core, "_deltastore_doubt", "")
     core._deltastore_doubt = reason
+    if reason:
+        _guard_front_end()
     if reason and not before:
         core._deltastore_paused_from = core.scheduler.pause_state
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     elif before and not reason:
         core.scheduler.set_pause_state(core._deltastore_paused_from)
+
+
+def _guard_front_end() -> None:
+    """Refuse requests of an `LLM` in this process before it has noted them.
+
+    Refused by the core only, such a request would be waited for by the next `generate` for ever.
+    """
+    front = sys.modules.get("vllm.v1.engine.llm_engine")
+    if front is None or getattr(front.LLMEngine, "_deltastore_guarded", False):
+        return
+    add = front.LLMEngine.add_request
+
+    @functools.wraps(add)
+    def add_request(self: Any, *arguments: Any, **named: Any) -> Any:
+        _refuse_in_doubt(getattr(self.engine_core, "engine_core", None))
+        return add(self, *arguments, **named)
+
+    front.LLMEngine.add_request = add_request
+    front.LLMEngine._deltastore_guarded = True
 
 
 def _refuse_in_doubt(core: Any) -> None:

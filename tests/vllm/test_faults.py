@@ -1,0 +1,257 @@
+"""Whatever breaks, the engine serves the version before, or refuses: it never serves a mixture."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from deltastore.clock import SystemClock
+from deltastore.errors import ApplyError, DeltastoreError, Kind
+from deltastore.pipeline.spool import SpoolFolder, is_locked
+from tests.vllm.kit import close_engine, start_engine, tiny_qwen3
+from tests.vllm.runs import TinyRun, digests, generate, initialise, statuses, until_staged, update
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.vllm
+PROBE = {"worker_extension_cls": "tests.vllm.worker_probe.WorkerProbe"}
+
+
+@pytest.fixture(scope="module")
+def follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, TinyRun]]:
+    """An engine that follows a run; each test leaves it at HEAD, and sound."""
+    folder = tmp_path_factory.mktemp("follower")
+    checkpoint = tiny_qwen3(folder / "model", tied=True)
+    run = TinyRun(folder, checkpoint)
+    engine = start_engine(checkpoint, **run.arguments(engine="e"), **PROBE)
+    initialise(engine)
+    update(engine, run.publish())
+    yield engine, run
+    close_engine(engine)
+    run.close()
+
+
+def served(engine: Any) -> tuple[Any, ...]:
+    """What an engine is, and what it says that it is."""
+    return digests(engine), generate(engine, tokens=4), engine.get_weight_version()
+
+
+def until(what: Callable[[], bool], within_s: float = 30.0) -> None:
+    """Wait until something holds."""
+    clock, never = SystemClock(), threading.Event()
+    deadline_s = clock.monotonic_s() + within_s
+    while not what():
+        assert clock.monotonic_s() < deadline_s
+        clock.wait(never, 0.05)
+
+
+def test_a_write_that_fails_anywhere_is_undone(follower: tuple[Any, TinyRun]) -> None:
+    """CASE R2, R20: an activation that raises after part k, for every k, leaves all parameters and
+    the version marker as they were; the same update succeeds afterwards."""
+    engine, run = follower
+    before = served(engine)
+    version = run.publish()
+    until_staged(engine, version)
+    (parts,) = engine.collective_rpc("probe_parts")
+    assert parts >= len(run.state.arrays) // 2
+    for after in range(parts):
+        engine.collective_rpc("probe_writes", args=(after, 0))
+        with pytest.raises(ApplyError) as caught:
+            update(engine, version)
+        assert caught.value.kind is Kind.ROLLED_BACK
+        assert (digests(engine), engine.get_weight_version()) == (before[0], before[2])
+        (status,) = statuses(engine)
+        assert status["poisoned"] == ""
+        assert "the probe failed this write" in status["trouble"]
+    assert served(engine) == before
+    engine.collective_rpc("probe_writes", args=(-1, 0))
+    update(engine, version)
+    assert engine.get_weight_version() == run.label(version)
+    assert served(engine) != before
+
+
+def test_what_cannot_be_undone_is_not_served(follower: tuple[Any, TinyRun]) -> None:
+    """CASE R2, LAW 3: when the undoing fails too the engine is poisoned: it takes no request and
+    no update, and says so, until it has re-anchored; then it serves HEAD."""
+    engine, run = follower
+    version = run.publish()
+    until_staged(engine, version)
+    engine.collective_rpc("probe_writes", args=(5, 0), kwargs={"undo_fails": True})
+    with pytest.raises(ApplyError) as caught:
+        update(engine, version)
+    assert caught.value.kind is Kind.POISONED
+    assert engine.get_weight_version() == "poisoned"
+    assert statuses(engine)[0]["poisoned"]
+    engine.collective_rpc("probe_writes", args=(-1, 0))
+    for call in (
+        lambda: generate(engine),
+        engine.start_weight_update,
+        engine.llm_engine.engine_core.engine_core.resume_scheduler,
+    ):
+        with pytest.raises(ApplyError) as caught:
+            call()
+        assert caught.value.kind is Kind.POISONED
+    engine.collective_rpc("deltastore_re_anchor")
+    assert engine.get_weight_version() == run.label(version)
+    assert statuses(engine)[0]["poisoned"] == ""
+    ours = served(engine)
+    update(engine, run.publish())
+    assert served(engine)[1] != ours[1]
+
+
+def test_weights_written_behind_its_back_are_found(follower: tuple[Any, TinyRun]) -> None:
+    """CASE R3: live weights that are not the version's are not built upon: the update is refused,
+    and re-anchoring puts them right."""
+    engine, run = follower
+
+    def meddle(model: Any) -> None:
+        model.get_parameter("model.layers.1.mlp.down_proj.weight").data.neg_()
+
+    engine.apply_model(meddle)
+    version = run.publish()
+    with pytest.raises(DeltastoreError) as caught:
+        update(engine, version)
+    assert caught.value.kind is Kind.ROLLED_BACK
+    assert "down_proj" in str(caught.value)
+    engine.collective_rpc("deltastore_re_anchor")
+    assert engine.get_weight_version() == run.label(version)
+    update(engine, run.publish())
+
+
+def test_a_corrupt_segment_is_not_activated(follower: tuple[Any, TinyRun]) -> None:
+    """A body that is damaged in the bucket is refused with its reason and the engine serves on;
+    when the object is whole again it follows."""
+    engine, run = follower
+    before = served(engine)
+    version = statuses(engine)[0]["active"]["version"] + 1
+    (pid,) = engine.collective_rpc("probe_stager")
+    os.kill(pid, signal.SIGSTOP)  # so that it sees the version only when it is damaged
+    try:
+        assert run.publish() == version
+        body = next((run.body_folder / "deltas").glob(f"*{version}/*.seg"))
+        whole = body.read_bytes()
+        body.chmod(0o600)
+        body.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(DeltastoreError) as caught:
+        update(engine, version)
+    assert caught.value.kind is Kind.DIGEST
+    assert served(engine) == before
+    body.write_bytes(whole)
+    update(engine, version)
+    assert engine.get_weight_version() == run.label(version)
+
+
+def test_a_spooled_update_that_is_changed_is_not_activated(follower: tuple[Any, TinyRun]) -> None:
+    """A staged update whose file is changed under the engine ends in the version's own bits or in a
+    refusal, and is fetched anew."""
+    engine, run = follower
+    before = digests(engine)
+    version = run.publish()
+    until_staged(engine, version)
+    for path in SpoolFolder(run.spool).updates.glob("*.staged"):
+        path.chmod(0o600)
+        with path.open("r+b") as file:
+            file.seek(-64, os.SEEK_END)
+            tail = file.read(64)
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes(byte ^ 0xFF for byte in tail))
+    try:
+        update(engine, version)
+    except DeltastoreError:
+        assert digests(engine) == before
+        update(engine, version)
+    assert engine.get_weight_version() == run.label(version)
+    engine.collective_rpc("probe_whole")
+
+
+def test_a_store_that_is_away_is_waited_for(follower: tuple[Any, TinyRun]) -> None:
+    """While the store is away the engine serves and says why nothing is staged; when it is back it
+    follows, without being told."""
+    engine, run = follower
+    before = served(engine)
+    store = run.body_folder.parent
+    aside = store.with_name("away")
+    store.rename(aside)
+    store.symlink_to(store)  # every read fails, as of a network folder that is gone
+    until(lambda: bool(statuses(engine)[0]["trouble"]))
+    assert served(engine) == before
+    store.unlink()
+    aside.rename(store)
+    version = run.publish()
+    update(engine, version)
+    assert engine.get_weight_version() == run.label(version)
+    until(lambda: not statuses(engine)[0]["trouble"])
+
+
+def test_a_killed_stager_is_replaced(follower: tuple[Any, TinyRun]) -> None:
+    """A stager that is killed while it holds staged updates is started again, and the engine
+    follows as if nothing had been."""
+    engine, run = follower
+    for _ in range(2):
+        staged = run.publish()
+        until_staged(engine, staged)
+        (pid,) = engine.collective_rpc("probe_stager")
+        os.kill(pid, signal.SIGKILL)
+        update(engine, staged)
+        version = run.publish()
+        update(engine, version)
+        assert engine.get_weight_version() == run.label(version)
+        (other,) = engine.collective_rpc("probe_stager")
+        assert other not in {0, pid}
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.vllm.kit import start_engine
+from tests.vllm.runs import initialise, update
+folder, url, spool = sys.argv[1:]
+settings = {"run": url, "folder": spool, "poll_min_s": 0.05, "engine": "e"}
+engine = start_engine(Path(folder),
+    weight_transfer_config={"backend": "deltastore"}, additional_config={"deltastore": settings},
+    worker_extension_cls="tests.vllm.worker_probe.WorkerProbe")
+initialise(engine)
+update(engine, 1)
+engine.collective_rpc("probe_death", args=(7,))
+print("updating", flush=True)
+update(engine, 2)
+"""
+
+
+def test_an_engine_killed_in_a_write_starts_again(tmp_path: Path) -> None:
+    """CASE R2: an engine that dies in the middle of an activation leaves nothing that the next one
+    under its name trips over: its stager ends with it, and the new one follows to HEAD."""
+    checkpoint = tiny_qwen3(tmp_path / "model", tied=True)
+    run = TinyRun(tmp_path, checkpoint)
+    run.publish()
+    run.publish()
+    words = [sys.executable, "-c", KILLED, str(checkpoint), run.url, str(run.spool)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=root, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout.endswith("updating\n")
+    until(lambda: not is_locked(SpoolFolder(run.spool).stager_lock))
+    assert not is_locked(SpoolFolder(run.spool).rank_lock("e-0"))
+    engine = start_engine(checkpoint, **run.arguments(engine="e"))
+    try:
+        initialise(engine)
+        assert engine.get_weight_version() == run.label(0)
+        update(engine, 2)
+        ours = digests(engine)
+        assert engine.get_weight_version() == run.label(2)
+    finally:
+        close_engine(engine)
+        run.close()
+    fresh = start_engine(run.replayed(2), weight_transfer_config={"backend": "deltastore"})
+    assert digests(fresh) == ours
+    close_engine(fresh)
