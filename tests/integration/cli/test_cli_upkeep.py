@@ -288,9 +288,15 @@ def test_signed_run(files: Cli, old: Path, new: Path, newer: Path, tmp_path: Pat
         made = files.json("keygen", tmp_path / name, "--role", role)
         lines.append(made["trusted_line"])
     trusted.write_text("\n".join(lines) + "\n")
-    files.json("init", url, "--checkpoint", old)
-    files.json("publish", url, new, "--step", "1", "--sign-key", tmp_path / "trainer")
     keys = ("--trusted-keys", trusted)
+    signing = ("--sign-key", tmp_path / "trainer")
+    files.json("init", url, "--checkpoint", old, *signing)
+    assert files.json("verify", url, *keys)["findings"] == []
+    files.json("replay", url, "--out", tmp_path / "v0", *keys)
+    assert tensors(tmp_path / "v0") == tensors(old)
+    files.json("init", files.url("r2"), "--checkpoint", old)
+    files.error(6, "signature", "replay", files.url("r2"), "--out", tmp_path / "no", *keys)
+    files.json("publish", url, new, "--step", "1", *signing)
     assert files.json("verify", url, *keys)["findings"] == []
     files.json("replay", url, "--out", tmp_path / "v1", *keys)
     for version in range(2, 9):
