@@ -295,14 +295,14 @@ class SafePointDriver:
             ranks=tuple(statuses),
             staged=max((one.staged for one in statuses if one.staged is not None), default=None),
             head=max((one.head for one in statuses if one.head is not None), default=None),
-            trouble="; ".join(troubles) or (self._error.message if self._error else ""),
+            trouble="; ".join(troubles) or ("" if self._error is None else _told(self._error)),
         )
 
     def _note(self, err: DeltastoreError) -> None:
         """Remember a failure, and wait longer after each."""
         settings = self._settings
         self._error = err
-        self._view = replace(self._view, trouble=f"{err.kind.value}: {err.message}")
+        self._view = replace(self._view, trouble=_told(err))
         self._retry_s = min(max(2 * self._retry_s, settings.retry_min_s), settings.retry_max_s)
         self._next_s = self._clock.monotonic_s() + self._retry_s
 
@@ -322,6 +322,11 @@ class SafePointDriver:
             yield
         finally:
             seconds[stage] = self._clock.monotonic_s() - started_s
+
+
+def _told(err: DeltastoreError) -> str:
+    """Kind, message and way out, for people."""
+    return f"{err.kind.value}: {err}"
 
 
 def _nothing_came(base: ServedVersion) -> ApplyError:

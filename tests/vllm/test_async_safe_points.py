@@ -7,6 +7,7 @@ import gc
 import threading
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,6 @@ from tests.vllm.runs import TinyRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.vllm
 PROMPT = (1, 2, 3, 4, 5)
@@ -299,3 +299,20 @@ def test_the_engines_own_loop_is_not_blocked(served: Served) -> None:
 
     with pytest.raises(InvalidInputError, match="own event loop"):
         served.wait(inside())
+
+
+def test_the_documented_way_to_follow_works(served: Served) -> None:
+    """The block of docs/vllm.md follows this engine as it is printed there."""
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (block,) = [text for text in page.split("```")[1::2] if "async def follow" in text]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    stopping = threading.Event()
+    driver, thread = served.wait(names["follow"](served.engine, stopping))
+    try:
+        version = served.run.publish()
+        until(lambda: str(driver.view().served) == served.run.label(version))
+    finally:
+        stopping.set()
+        thread.join(BOUND_S)
+    assert not thread.is_alive()

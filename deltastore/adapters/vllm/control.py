@@ -113,9 +113,11 @@ class AsyncControl(RankVerbs):
                 kind=Kind.SETTING,
                 hint="run the driver in a thread: threading.Thread(target=driver.run, ...)",
             )
+        work = begin()
         try:
-            future = asyncio.run_coroutine_threadsafe(begin(), self._loop)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as err:  # the loop is closed
+            work.close()
             raise engine_error(what, err) from err
         try:
             return future.result(within_s)
