@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from deltastore.errors import InvalidInputError, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -62,7 +63,7 @@ class Threads:
         try:
             found = some(shares[0])
         finally:
-            wait(futures)
+            _wait_for_all(futures)
         return [*found, *(one for future in futures for one in future.result())]
 
     def _shares(self, items: Sequence[T], weight: Callable[[T], int]) -> list[Sequence[T]]:
@@ -81,3 +82,16 @@ class Threads:
                 begin = end
         shares.append(items[begin:])
         return shares
+
+
+def _wait_for_all(futures: Sequence[Future[Any]]) -> None:
+    """Also when it is interrupted: what still writes would write over what is undone."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            wait(futures)
+            break
+        except BaseException as err:  # noqa: BLE001 - raised when all have ended
+            interrupted = err
+    if interrupted is not None:
+        raise interrupted

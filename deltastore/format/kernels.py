@@ -18,6 +18,17 @@ from deltastore.format.kernels_cost import plane_cost
 from deltastore.format.kernels_diff import scan_changes, scan_runs
 from deltastore.format.kernels_fingerprint import mix_change, mix_places, mix_run
 from deltastore.format.kernels_merge import is_increasing, merge_changes
+from deltastore.format.kernels_placed import (
+    add_steps,
+    change_at,
+    locate_count,
+    locate_fill,
+    mix_at,
+    put_back,
+    swap,
+    take_steps,
+    walk,
+)
 from deltastore.format.kernels_values import estimated_bits_of_each, estimated_step_bits
 from deltastore.format.layout import Layout, TensorEntry
 from deltastore.format.segment import SegmentIdentity, decode_segment, encode_segment
@@ -70,6 +81,26 @@ def _warm_width(old: Array, new: Array) -> None:
         scatter(old, offsets, 0, frozen(values))
         gather_change(old, offsets, 0, 0, frozen(values), False, values.copy(), values.copy())
         change_proved(old, offsets, 0, 0, frozen(values), False, np.uint64(0), np.uint64(0))
+        _warm_placed(old, offsets, frozen(values))
     sides = [frozen(column) for column in (wide, values, kinds)]
     merge_changes(*sides, *sides, np.empty(8, np.int64), np.empty(8, old.dtype), np.empty(8, "u1"))
     is_increasing(frozen(wide))
+
+
+def _warm_placed(weights: Array, offsets: Array, values: Array) -> None:
+    """Offsets as uint32 and as int64; a region of one element in a row of four."""
+    journal = np.zeros(1, np.int64)
+    change_at(weights, offsets, 0, offsets, 0, values, False)
+    mix_at(weights, offsets, 0, offsets, 0)
+    add_steps(weights, offsets, 0, values, journal)
+    take_steps(weights, offsets, 0, values, journal)
+    swap(weights, offsets, 0, values, values.copy(), journal)
+    put_back(weights, offsets, 0, values, journal)
+    row = frozen(np.array([4], np.int64))
+    one = frozen(np.array([1], np.int64))
+    places, elements = np.empty(4, offsets.dtype), np.empty(4, offsets.dtype)
+    walk(0, 0, row, one, one, places, elements)
+    indices = frozen(np.arange(4, dtype=np.uint32))
+    where = (frozen(np.array([0], np.int64)), row, row, 0, row, one, one)
+    locate_count(indices, *where)
+    locate_fill(indices, *where, values, places, elements, values.copy())

@@ -59,6 +59,33 @@ def test_a_failure_is_raised_after_all_have_ended() -> None:
     assert ended == [5, 6, 7, 8, 9]
 
 
+def test_an_interrupt_while_others_still_write_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CASE R2: Ctrl-C between the end of one share and the end of another is raised after both."""
+    ended: list[int] = []
+    go = threading.Event()
+    original = safe_point_threads.wait
+    waits: list[int] = []
+
+    def interrupted(futures: object) -> object:
+        waits.append(1)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        go.set()
+        return original(futures)  # type: ignore[arg-type]
+
+    def work(item: int) -> None:
+        if item >= 5:
+            go.wait(30)
+        ended.append(item)
+
+    monkeypatch.setattr(safe_point_threads, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Threads(2).each(range(10), work, lambda _: 1)
+    assert sorted(ended) == list(range(10))
+
+
 def test_no_threads_are_refused() -> None:
     """Zero threads would do nothing."""
     with pytest.raises(InvalidInputError):
