@@ -74,19 +74,6 @@ class CoverageReport:
         """Of the layout's bytes, those of dense-only tensors: 0 to 1."""
         return self.dense_bytes / max(1, self.layout.size_bytes)
 
-    def document(self) -> dict[str, Any]:
-        """The same as JSON, with names."""
-        names = [spec.name for spec in self.layout.tensors]
-        return {
-            "tensors": len(names),
-            "placed": self.placed,
-            "dense": {names[tensor]: why for tensor, why in self.dense.items()},
-            "dense_bytes": self.dense_bytes,
-            "total_bytes": self.layout.size_bytes,
-            "unused": [names[tensor] for tensor in self.unused],
-            "unfilled": list(self.unfilled),
-        }
-
 
 def closures(trace: LoaderTrace, layout: Layout) -> tuple[DenseGroup, ...]:
     """The groups that dense-only tensors are reloaded in; each dense-only tensor is in one.

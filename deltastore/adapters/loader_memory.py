@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deltastore.adapters.lineage import StandIn
 from deltastore.adapters.loader_recorder import storage_key
 from deltastore.adapters.readback import memory_of
 from deltastore.errors import IntegrityError, Kind
@@ -42,6 +43,7 @@ class Owner:
         tensor: the very object that is bound there.
         data: a plain view of its memory.
         place: its bytes, counted from the start of its storage; None if it overlaps itself.
+        buffer: whether it is bound as a buffer.
         form: if it only stands for a parameter: why that one cannot be written.
     """
 
@@ -51,6 +53,7 @@ class Owner:
     tensor: torch.Tensor
     data: torch.Tensor
     place: Strided | None
+    buffer: bool = False
     form: str = ""
 
     @property
@@ -61,10 +64,7 @@ class Owner:
     @property
     def slots(self) -> dict[str, Any]:
         """The module's table that it is bound in."""
-        slots: dict[str, Any] = (
-            self.holder._buffers if self.key in self.holder._buffers else self.holder._parameters
-        )
-        return slots
+        return self.holder._buffers if self.buffer else self.holder._parameters
 
 
 class ModuleMemory:
@@ -73,13 +73,18 @@ class ModuleMemory:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self.owners = tuple(
-            _owner(holder, name, key, tensor)
+            _owner(holder, name, key, tensor, buffer=table == "_buffers")
+            for table in ("_parameters", "_buffers")
             for name, holder in module.named_modules()
-            for slots in (holder._parameters, holder._buffers)
-            for key, tensor in slots.items()
+            for key, tensor in getattr(holder, table).items()
             if tensor is not None and not tensor.is_meta
         )
         self._formed: dict[str, torch.Tensor] = {}
+        self._slots = tuple(
+            (slots, frozenset(slots))
+            for holder in module.modules()
+            for slots in (holder._parameters, holder._buffers)
+        )
         self._by_storage: dict[int, list[Owner]] = {}
         for owner in self.owners:
             if owner.data.numel():
@@ -123,14 +128,15 @@ class ModuleMemory:
         return next((owner.data.device for owner in self.owners), torch.device("cpu"))
 
     def owners_of(self, storage: int, place: Strided | None) -> list[Owner]:
-        """The parameters and buffers in whose memory a place lies; parameters come first."""
-        return [
+        """The parameters in whose memory a place lies; if there are none, the buffers."""
+        found = [
             owner
             for owner in self._by_storage.get(storage, ())
             if place is None
             or owner.place is None
             or (owner.place.offset <= place.offset and place.end <= owner.place.end)
         ]
+        return [owner for owner in found if not owner.buffer] or found
 
     def digests(self) -> dict[int, bytes]:
         """Per storage a digest of all of its bytes; one pass over the module."""
@@ -140,9 +146,20 @@ class ModuleMemory:
             if not owners[0].form
         }
 
-    def restore(self) -> list[tuple[Owner, Any]]:
-        """Put back every tensor that was bound anew; returns them with what was bound."""
-        changed: list[tuple[Owner, Any]] = []
+    def restore(self) -> list[tuple[Owner | None, Any]]:
+        """Put back every tensor that was bound anew, and take out what was not there.
+
+        Returns the tensors with what was bound in their place; None with a stand-in that was kept
+        in an attribute or as a parameter of its own.
+        """
+        changed: list[tuple[Owner | None, Any]] = []
+        for holder in self._module.modules():
+            kept = [key for key, value in vars(holder).items() if isinstance(value, StandIn)]
+            changed += [(None, vars(holder).pop(key)) for key in kept]
+        formed = {id(form) for form in self._formed.values()}
+        for slots, before in self._slots:
+            new = [key for key in slots if key not in before and id(slots[key]) not in formed]
+            changed += [(None, slots.pop(key)) for key in new]
         for owner in self.owners:
             if owner.parameter in self._formed:
                 continue
@@ -209,11 +226,18 @@ def _signed(key: int) -> int:
 
 
 def _owner(
-    holder: torch.nn.Module, module: str, key: str, tensor: torch.Tensor, *, form: str = ""
+    holder: torch.nn.Module,
+    module: str,
+    key: str,
+    tensor: torch.Tensor,
+    *,
+    buffer: bool = False,
+    form: str = "",
 ) -> Owner:
     data = tensor.detach()
     place = memory_of(data) if data.numel() else None
-    return Owner(holder, module, f"{module}.{key}" if module else key, tensor, data, place, form)
+    name = f"{module}.{key}" if module else key
+    return Owner(holder, module, name, tensor, data, place, buffer, form)
 
 
 def _moved(owner: Owner) -> bool:

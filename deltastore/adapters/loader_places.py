@@ -45,7 +45,7 @@ def place_writes(
     Args:
         derived: modules whose tensors are dense-only in any case -> why.
     """
-    dense = _Reasons(recorder.by_value)
+    dense = _Reasons(recorder.distrusted)
     reaches: list[Reach] = []
     candidates: list[Placement] = []
     for storage, writes in recorder.writes.items():
@@ -60,7 +60,7 @@ def place_writes(
             if not owners:
                 dense.add(write.lineage, "goes into memory that is no parameter")
                 continue
-            reaches.append(_reach(storage, write, owners))
+            reaches.append(_reach(write, owners))
             if write.lineage.opaque:
                 dense.add(write.lineage, write.lineage.opaque)
                 continue
@@ -98,10 +98,9 @@ class _Reasons:
             self.why.setdefault(source, reason)
 
 
-def _reach(storage: int, write: Write, owners: Sequence[Owner]) -> Reach:
+def _reach(write: Write, owners: Sequence[Owner]) -> Reach:
     return Reach(
         tuple(sorted(write.lineage.sources)),
-        storage,
         write.place,
         tuple(dict.fromkeys(owner.parameter for owner in owners)),
         tuple(dict.fromkeys(owner.module for owner in owners)),

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from deltastore.adapters import lineage as lines
 from deltastore.adapters.lineage import Lineage, StandIn
@@ -23,7 +23,7 @@ from deltastore.adapters.readback import memory_of, read_back
 from deltastore.adapters.region_overlap import overlap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from deltastore.adapters.region_overlap import Strided
 
@@ -77,9 +77,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, owned: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: dict[int, list[Write]] = {}
-        self.by_value: dict[int, str] = {}
+        self.distrusted: dict[int, str] = {}
         self._owned = frozenset(owned)
         self._made: dict[int, StorageWeakRef] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to be hidden from the compiler would import it, and cost more than the trace."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer one operation."""
@@ -87,7 +92,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:
             return self._mutate(func, name, args, kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if is_view(func, name):
             if isinstance(args[0], StandIn):
                 return self._view(func, name, args, kwargs)
@@ -95,6 +99,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name == "lift_fresh":
                 self._note_made(result, ())
             return result
+        given = [*_tensors(args), *_tensors(kwargs)]
         if not any(self._depends(x) for x in given):
             result = func(*args, **kwargs)
             self._note_made(result, given)
@@ -106,6 +111,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, StandIn):
             return tensor.lineage
         return read_back(tensor, self.writes.get(storage_key(tensor), ()))
+
+    def distrust(self, tensor: torch.Tensor, reason: str) -> None:
+        """Note why no tensor that this one depends on can be a placement."""
+        for source in self.lineage_of(tensor).sources:
+            self.distrusted.setdefault(source, reason)
 
     def is_scratch(self, storage: int) -> bool:
         """Whether memory was made by the loader itself."""
@@ -126,8 +136,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_made(self, result: Any, given: Iterable[torch.Tensor]) -> None:
         """Remember memory that this operation made: it is the loader's own."""
         before = {storage_key(x) for x in given}
-        for made in tree_leaves(result):
-            if isinstance(made, torch.Tensor) and storage_key(made) not in before:
+        for made in _tensors(result):
+            if storage_key(made) not in before:
                 storage = made.untyped_storage()
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self._made[reference.cdata] = reference  # its address stays taken
@@ -146,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return lines.view_of(base, made, name, _positional(func, args, kwargs)[1:])
 
     def _mutate(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = [*_tensors(args), *_tensors(kwargs)]
         values = _positional(func, args, kwargs)
         written, read = _written(func, values)
         if all(not self._depends(x) for x in given) and all(
@@ -218,8 +228,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first = given[0]
         sources = frozenset[int]().union(*(self.lineage_of(x).sources for x in given))
         if name in _BY_VALUE:
-            for source in sources:
-                self.by_value.setdefault(source, f"read by value ({name.strip('_')})")
+            for tensor in given:
+                self.distrust(tensor, f"read by value ({name.strip('_')})")
             if any(isinstance(x, StandIn) for x in given):
                 return True if name == "equal" else _a_value(first)
             return func(*args, **kwargs)
@@ -271,6 +281,17 @@ def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments or a result: operations nest them in lists and dicts only."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
 def _to_meta(value: Any) -> Any:
     if isinstance(value, StandIn):
         return value.meta
@@ -299,7 +320,6 @@ def _written(func: Any, values: list[Any]) -> tuple[list[torch.Tensor], list[tor
     written: list[torch.Tensor] = []
     read: list[torch.Tensor] = []
     for argument, value in zip(func._schema.arguments, values, strict=True):
-        tensors = [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
         alias = argument.alias_info
-        (written if alias is not None and alias.is_write else read).extend(tensors)
+        (written if alias is not None and alias.is_write else read).extend(_tensors(value))
     return written, read

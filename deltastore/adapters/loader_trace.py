@@ -9,12 +9,12 @@ before and after must be equal.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from deltastore.adapters.lineage import stand_in
-from deltastore.adapters.loader_memory import ModuleMemory, Owner
+from deltastore.adapters.loader_memory import ModuleMemory
 from deltastore.adapters.loader_places import place_writes
 from deltastore.adapters.loader_recorder import RebindWatch, Recorder
 from deltastore.adapters.loader_verify import verify_bytes
@@ -127,27 +127,30 @@ def _run(
             hint="is the layout's checkpoint of this model?",
         ) from err
     for owner, value in memory.restore():
-        _note_rebound(recorder, owner, value)
+        tensor = value if isinstance(value, torch.Tensor) else None
+        if owner is not None:
+            recorder.rebind(owner.tensor, owner.tensor if tensor is None else tensor)
+        elif tensor is not None:
+            recorder.distrust(tensor, "kept outside of the parameters")
     return recorder
 
 
-def _note_rebound(recorder: Recorder, owner: Owner, value: Any) -> None:
-    """A parameter that the loader replaced: what it reached cannot be followed in place."""
-    recorder.rebind(owner.tensor, value if isinstance(value, torch.Tensor) else owner.tensor)
-
-
 class _Offer:
-    """The stand-ins by name, in layout order; remembers which one was asked for last."""
+    """The stand-ins by name, in layout order; remembers which one was asked for last.
+
+    They are made before the loader runs: made under a recorder each would take a millisecond.
+    """
 
     def __init__(self, layout: Layout, device: torch.device, *, aliases: bool) -> None:
         self.name = ""
-        self._layout = layout
-        self._device = device
-        self._aliases = aliases
+        self._made = [
+            (name, made)
+            for position, spec in enumerate(layout.tensors)
+            for made in (stand_in(position, spec.shape, torch_dtype(spec.dtype), device),)
+            for name in (spec.name, *(spec.aliases if aliases else ()))
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for position, spec in enumerate(self._layout.tensors):
-            made = stand_in(position, spec.shape, torch_dtype(spec.dtype), self._device)
-            for name in (spec.name, *(spec.aliases if self._aliases else ())):
-                self.name = name
-                yield name, made
+        for name, made in self._made:
+            self.name = name
+            yield name, made

@@ -67,15 +67,14 @@ class Reach:
 
     Args:
         tensors: layout positions of all it depends on; none for a constant.
-        storage: key of the memory, in this process.
-        place: the bytes, counted from the start of that memory; None if they overlap.
+        place: the bytes, counted from the start of the storage that the parameters are in; None
+            if they overlap.
         parameters: runtime names of the parameters or buffers it lies in (several if tied).
         modules: runtime names of the modules that hold those.
         padding: whether it is a constant.
     """
 
     tensors: tuple[int, ...]
-    storage: int
     place: Strided | None
     parameters: tuple[str, ...]
     modules: tuple[str, ...]

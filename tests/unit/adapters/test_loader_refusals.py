@@ -239,6 +239,38 @@ def test_a_parameter_that_is_replaced_is_put_back() -> None:
     assert set(found) == {"a", "b", "c", "d"}
 
 
+def test_what_a_loader_keeps_for_itself_is_taken_out() -> None:
+    """A weight kept in an attribute, a new parameter or a buffer: nothing of the trace stays."""
+
+    def load(engine: torch.nn.Module, weights: Weights) -> None:
+        found = dict(weights)
+        engine.__dict__["kept"] = found["a"].t()
+        engine.late = torch.nn.Parameter(zeros(3), requires_grad=False)
+        engine.late.data.copy_(found["b"])
+        engine.register_buffer("more", found["c"])
+
+    layout = layout_of({"a": (2, 3), "b": (3,), "c": (3,)})
+    engine = Engine(load)
+    before = set(vars(engine))
+    assert set(reasons(traced(engine, layout), layout)) == {"a", "b", "c"}
+    assert set(vars(engine)) == before
+    assert dict(engine.named_parameters()) == dict(engine.named_buffers()) == {}
+
+
+def test_a_source_that_is_cleared_is_a_constant() -> None:
+    """As gpt-oss does on all ranks but the first: the tensor is unused there, its place padding."""
+
+    def load(engine: torch.nn.Module, weights: Weights) -> None:
+        for _, weight in weights:
+            weight.zero_()
+            engine.a.data.copy_(weight)
+
+    trace = traced(Engine(load, a=zeros(4, 3)), LAYOUT)
+    assert trace.dense_only == {}
+    assert trace.unused == (0,)
+    assert [reach.padding for reach in trace.reaches] == [True]
+
+
 def test_a_write_behind_torch_fails_the_start() -> None:
     """A loader that writes through numpy is not seen: the digests of the memory tell."""
 
