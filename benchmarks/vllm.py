@@ -280,10 +280,12 @@ def run_part(name: str, site: Site) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.vllm", name, str(site.folder)],
         env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        check=True,
+        capture_output=True,
+        check=False,
         text=True,
     )
+    if done.returncode:
+        raise RuntimeError(f"{name} ended with code {done.returncode}:\n{done.stderr[-4000:]}")
     said = [line for line in done.stdout.splitlines() if line.startswith(SAYS)]
     found: dict[str, Any] = json.loads(said[-1].removeprefix(SAYS))
     return found

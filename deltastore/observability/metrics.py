@@ -8,6 +8,7 @@ kinds: never keys, versions or actors, whose number has no limit.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -30,6 +31,7 @@ from deltastore.events import (
     RegionFailed,
     SafePointPassed,
     StageFinished,
+    StepTrained,
     VersionActivated,
     VersionPublished,
     VersionStaged,
@@ -97,6 +99,9 @@ class Metrics:
         )
         self._held = self._gauge("engine_held", "1 while out of rotation", [])
         self._holds = self._counter("engine_holds", "times out of rotation", [])
+        self._ratio_mean = self._gauge("importance_ratio_mean", "before truncation", [])
+        self._ratio_max = self._gauge("importance_ratio_max", "before truncation", [])
+        self._mismatch = self._gauge("mismatch_kl", "per token of zero lag", [])
         labels = ["region", "op"]
         self.requests = self._counter("store_requests", "calls of a store", [*labels, "outcome"])
         self.request_seconds = self._histogram("store_request_seconds", "calls", labels)
@@ -142,8 +147,20 @@ class Metrics:
                 self._joined.labels(self._run).inc()
                 self._joined_bytes.labels(self._run).inc(event.size_bytes)
                 self._active.labels(self._run).set(event.version)
+            case StepTrained():
+                self._set_ratios(event)
             case _:
                 return
+
+    def _set_ratios(self, event: StepTrained) -> None:
+        """A step that learned from no such token says nothing of them: the last value stays."""
+        for gauge, value in (
+            (self._ratio_mean, event.ratio_mean),
+            (self._ratio_max, event.ratio_max),
+            (self._mismatch, event.mismatch_kl),
+        ):
+            if math.isfinite(value):
+                gauge.labels(self._run).set(value)
 
     def retried(self, region: str, err: DeltastoreError) -> None:
         """A request to a region's store is made again because of `err`."""

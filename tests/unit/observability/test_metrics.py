@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.errors import InvalidInputError, Kind, NotFoundError, StorageError
-from deltastore.events import EngineHeld, EngineReleased, SafePointPassed, both
+from deltastore.events import EngineHeld, EngineReleased, SafePointPassed, StepTrained, both
 from deltastore.observability.metrics import Metrics, MetricsServer
 from deltastore.pipeline.replicator import Region
 from deltastore.repository.run import open_run
@@ -70,6 +70,17 @@ class _Fold(list):
         """Count and keep."""
         self._metrics(event)
         super().append(event)
+
+
+def test_how_far_sampler_and_learner_are_apart(metrics):
+    """Ratios of the last step are gauges; a step with nothing to measure leaves them alone."""
+    nothing = float("nan")
+    metrics(StepTrained(1, 0, 0.5, 0, 0, 32, 0, 1, 0.99, 1.8, 0.003, 1, 1))
+    metrics(StepTrained(2, 1, 0.5, 0, 0, 32, 0, 1, 1.01, 1.4, nothing, 1, 1))
+    metrics(StepTrained(3, 2, 0.0, 0, 0, 32, 0, 1, nothing, nothing, nothing, 1, 1))
+    assert _value(metrics, "importance_ratio_mean") == 1.01
+    assert _value(metrics, "importance_ratio_max") == 1.4
+    assert _value(metrics, "mismatch_kl") == 0.003
 
 
 def test_store_calls_by_outcome(metrics):
