@@ -1,10 +1,10 @@
-"""Feeds the reader damaged segments: `python -m tests.hostile.fuzz_segments SEED SECONDS`.
+"""Feeds the reader damaged segments: `python -m tests.hostile.fuzz_segments SEED SECONDS [keep]`.
 
 Run with NUMBA_BOUNDSCHECK=1 and a cache folder of its own, so that a kernel that reads or writes
 beyond its arrays fails loudly. Every input must be refused with a FormatError (IntegrityError for
 another identity), or be read; what is read, the second reader must read the same, and it must
 refuse what is refused. An input that breaks this is written to tests/hostile/corpus, which later
-runs start from.
+runs start from. With `keep` the smallest input of every way to be taken is written there too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import resource
 import struct
 import sys
@@ -30,26 +31,30 @@ CORPUS = Path(__file__).parent / "corpus"
 LIMITS = DecodeLimits(max_table_bytes=1 << 20, max_decoded_bytes=64 << 20)
 MEMORY_BYTES = 6 << 30
 HANG_S = 10.0
+KEPT_BYTES = 2048
+"""Larger inputs are not kept in the corpus: a smaller one is refused in the same words."""
 SMALL_NNZ = 3000
 """Above so many values the second reader would spend the time of thousands of inputs."""
 
 
 class Seed:
-    """A sound segment, its layout, and its parts."""
+    """A segment to start from, its layout, and how it is to be taken (None: read, it is sound)."""
 
-    def __init__(self, name: str, layout_text: bytes, data: bytes) -> None:
+    def __init__(self, name: str, layout_text: bytes, data: bytes, taken: str | None) -> None:
         self.name = name
+        self.taken = taken
         self.layout_text = layout_text
         self.layout = Layout.from_bytes(layout_text)
         self.data = data
 
 
 def load_seeds() -> list[Seed]:
-    """The golden segments, and every input that ever broke the reader."""
+    """The golden segments, one input of every way to be taken, and all that broke the reader."""
     seeds = []
     for path in sorted([*GOLDEN.glob("*.seg"), *CORPUS.glob("*.seg")]):
         document = json.loads(path.with_suffix(".json").read_text())
-        seeds.append(Seed(path.stem, document["layout"].encode(), path.read_bytes()))
+        layout, data = document["layout"].encode(), path.read_bytes()
+        seeds.append(Seed(path.stem, layout, data, document.get("taken")))
     return seeds
 
 
@@ -90,7 +95,10 @@ def rebuilt(chance: random.Random, data: bytes) -> bytes:
     changes = data[end : end + 16 * blocks]
     body = data[end + 16 * blocks :]
     if stored < raw:
-        table = zstandard.ZstdDecompressor().decompress(table, max_output_size=1 << 20)
+        try:
+            table = zstandard.ZstdDecompressor().decompress(table, max_output_size=1 << 20)
+        except zstandard.ZstdError:  # a seed whose table was damaged before
+            return data
     if chance.random() < 0.7:
         table = scrambled(chance, table, chance.choice((1, 1, 2, 3)))
     else:
@@ -129,6 +137,17 @@ def outcome(seed: Seed, data: bytes) -> list[tuple] | None:
     ]
 
 
+def taken(seed: Seed, data: bytes) -> str:
+    """How the library takes these bytes, in words without numbers: the same for one way to fail."""
+    try:
+        decode_segment(seed.layout, data, limits=LIMITS)
+    except (FormatError, IntegrityError) as err:
+        words = err.message.partition("does not decompress")  # the rest is zstd's own
+        text = re.sub(r"\b[0-9a-f]{8,}\b|0x[0-9a-f]+|-?\d+", "N", "".join(words[:2]))
+        return f"{type(err).__name__} {err.kind.value}: {text}"
+    return "read"
+
+
 def second_outcome(seed: Seed, data: bytes) -> list[tuple] | None:
     """What the second reader reads, or None."""
     try:
@@ -156,7 +175,7 @@ def try_one(seed: Seed, data: bytes) -> str | None:
     return None
 
 
-def main(seed_number: int, seconds: float) -> int:
+def main(seed_number: int, seconds: float, *, keep: bool = False) -> int:
     """Fuzz; 0 when nothing was found."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     chance = random.Random(seed_number)
@@ -167,6 +186,7 @@ def main(seed_number: int, seconds: float) -> int:
             sys.stdout.write(f"{seed.name}: {problem}\n")
             return 1
     tried = read = 0
+    smallest: dict[str, tuple[bytes, Seed]] = {}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         seed = chance.choice(seeds)
@@ -175,16 +195,30 @@ def main(seed_number: int, seconds: float) -> int:
         problem = try_one(seed, data)
         read += problem is None and data != seed.data and outcome(seed, data) is not None
         if problem:
-            CORPUS.mkdir(exist_ok=True)
-            path = CORPUS / f"{hashlib.sha256(data).hexdigest()[:16]}.seg"
-            path.write_bytes(data)
-            layout = {"layout": seed.layout_text.decode(), "found": problem}
-            path.with_suffix(".json").write_text(json.dumps(layout) + "\n")
+            path = write_input(seed, data, found=problem)
             sys.stdout.write(f"{path}: {problem}\n")
             return 1
+        if keep and len(data) <= KEPT_BYTES:
+            how = taken(seed, data)
+            if how not in smallest or len(data) < len(smallest[how][0]):
+                smallest[how] = data, seed
+    known = {seed.taken for seed in seeds}
+    for how, (data, seed) in sorted(smallest.items()):
+        if how not in known | {"read"}:
+            write_input(seed, data, taken=how)
     sys.stdout.write(f"{tried} inputs, {read} of them read, none mistaken\n")
     return 0 if tried > 100 else 1
 
 
+def write_input(seed: Seed, data: bytes, **about: str) -> Path:
+    """Keep an input for later runs."""
+    CORPUS.mkdir(exist_ok=True)
+    path = CORPUS / f"{hashlib.sha256(data).hexdigest()[:16]}.seg"
+    path.write_bytes(data)
+    document = {"from": seed.name, "layout": seed.layout_text.decode(), **about}
+    path.with_suffix(".json").write_text(json.dumps(document) + "\n")
+    return path
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(int(sys.argv[1]), float(sys.argv[2])))
+    raise SystemExit(main(int(sys.argv[1]), float(sys.argv[2]), keep="keep" in sys.argv[3:]))
