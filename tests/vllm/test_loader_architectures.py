@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 from deltastore.adapters.loader_coverage import closures, local_coverage, require_coverage
 from deltastore.adapters.loader_memory import FREED
 from deltastore.adapters.loader_trace import verify_bytes
 from deltastore.adapters.vllm.reload import Reload
-from deltastore.adapters.vllm.tracing import trace_engine
+from deltastore.adapters.vllm.tracing import DERIVED, trace_engine
 from deltastore.errors import InvalidInputError
 from tests.unit.adapters.loader_kit import write
 from tests.vllm.architectures import (
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 EXPERTS = {"*.experts.*": "repacked"}
-CONVOLUTION = {"*.conv1d.weight": "kept in another form after loading"}
+CONVOLUTION = (
+    {"*.conv1d.weight": "kept in another form after loading"}
+    if torch.cpu._is_avx512_bf16_supported()
+    else {}
+)
+LATENT = {"*.kv_b_proj.weight": FREED if torch.cpu._is_amx_tile_supported() else DERIVED}
 DENSE: dict[str, dict[str, str]] = {
     "qwen3_moe": EXPERTS,
     "mixtral": EXPERTS,
@@ -42,9 +48,9 @@ DENSE: dict[str, dict[str, str]] = {
     "llama4": EXPERTS,
     "qwen3_next": EXPERTS | CONVOLUTION,
     "mamba2": {"*.A_log": "computed by neg"} | CONVOLUTION,
-    "deepseek_v3": EXPERTS | {"*.kv_b_proj.weight": FREED},
+    "deepseek_v3": EXPERTS | LATENT,
 }
-"""What this engine does not keep as it is in the checkpoint, on CPUs: names and reasons."""
+"""What this engine does not keep as it is in the checkpoint, on this CPU: names and reasons."""
 
 
 def changed_bits(state: BitState) -> BitState:
