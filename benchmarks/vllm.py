@@ -53,7 +53,8 @@ ENGINE = {
     "seed": 0,
 }
 OTHERS = {"patch": "CheckpointWeightPatch", "reload": "reload_weights from safetensors"}
-RATIO = Target(least=5.0, of_ratio=True)
+TIMES = {"patch": 5.0, "reload": 3.0}  # a reload on a CPU is one copy out of the page cache
+MEMORY = Target(least=5.0, of_ratio=True)
 SAYS = "@@"  # begins the line of a part's answer: engines talk too
 
 
@@ -299,12 +300,13 @@ def report_ways(report: Report, found: dict[str, dict[str, Any]], nnz: int, dens
     report.add("  per change", 1e9 * least["deltastore"] / nnz, "ns", density=density)
     for name, what in OTHERS.items():
         report.add(f"  against {what}", ours, "ms", baseline=1e3 * least[name],
-                   larger_is_better=False, target=RATIO, density=density)  # fmt: skip
+                   larger_is_better=False, target=Target(least=TIMES[name], of_ratio=True),
+                   density=density)  # fmt: skip
     memory = {name: found[name]["extra_bytes"] / 1e6 for name in least}
     report.add("extra memory, staging included", memory["deltastore"], "MB", density=density)
     for name, what in OTHERS.items():
         report.add(f"  against {what}", memory["deltastore"], "MB", baseline=memory[name],
-                   larger_is_better=False, target=RATIO, density=density)  # fmt: skip
+                   larger_is_better=False, target=MEMORY, density=density)  # fmt: skip
 
 
 def report_in_flight(report: Report, found: dict[str, Any], density: float) -> None:
