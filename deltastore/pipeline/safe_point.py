@@ -128,11 +128,11 @@ class SafePointDriver:
         """See where the ranks are; activate what is due."""
         starting = not self._started
         if starting:
-            self._control.initialise()
+            self._initialise()
         statuses = self._control.status()
         if all(one.active is None and not one.poisoned for one in statuses):
             starting = True  # its workers were started again
-            self._control.initialise()
+            self._initialise()
             statuses = self._control.status()
         served = agreed(statuses)
         if served is None:
@@ -146,6 +146,16 @@ class SafePointDriver:
             self._begin()
             return Turn.NOTHING
         return self._pass(served) if self._is_due(statuses, served) else Turn.NOTHING
+
+    def _initialise(self) -> None:
+        """Let ranks find their version; held when one broke off while it wrote another."""
+        try:
+            self._control.initialise()
+        except DeltastoreError:
+            statuses = self._control.status()
+            if any(one.poisoned for one in statuses):
+                self._hold(doubt(statuses), PauseMode.ABORT)
+            raise
 
     def _begin(self) -> None:
         """Make a known state: ranks may have rebuilt themselves, a killed driver left a pause."""
@@ -228,10 +238,14 @@ class SafePointDriver:
 
     def _recover(self) -> Turn:
         """Bring a held engine back: weights proved, caches empty, then resumed."""
-        if doubt(self._control.status()):
+        statuses = self._control.status()
+        if doubt(statuses):
             if not self._paused:
                 self._pause(self._holding_mode())
-            self._control.re_anchor()
+            if any(one.active is None for one in statuses):
+                self._control.initialise()  # which rebuilds what no version can be
+            else:
+                self._control.re_anchor()
         self._pause(self._holding_mode())  # whoever rebuilt the weights may have let requests in
         served = self._proved()
         self._reset()

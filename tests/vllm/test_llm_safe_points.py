@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from deltastore.adapters.placed_target import PlacedTarget
 from deltastore.adapters.vllm.control import LLMControl
 from deltastore.clock import SystemClock
 from deltastore.pipeline.engine_control import PauseMode
 from deltastore.pipeline.safe_point import SafePointDriver, SafePointSettings, Turn
 from tests.vllm.kit import close_engine, start_engine, tiny_qwen3
-from tests.vllm.runs import TinyRun
+from tests.vllm.runs import TinyRun, digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,3 +124,38 @@ def test_cut_requests_are_gone(engine: Any, run: TinyRun) -> None:
     core = engine.llm_engine.engine_core.engine_core
     assert not core.scheduler.has_unfinished_requests()
     engine.llm_engine.abort_request(["cut"])
+
+
+def corrupt(worker: Any) -> None:
+    """Make a worker's weights those of no version."""
+    parameter = next(worker.get_model().parameters())
+    parameter.data.view(torch.int16)[0] ^= 1
+
+
+def test_a_start_that_breaks_off_is_held(
+    engine: Any, run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of no version, a rebuild that fails: nothing is served until one ends (CASE R2)."""
+    control = LLMControl(engine)
+    control.call_ranks("shutdown_weight_transfer_engine", BOUND_S)
+    whole = digests(engine)
+    engine.collective_rpc(corrupt)
+
+    def broken(target: PlacedTarget, state: Any) -> None:
+        raise OSError("the test has the memory fail")
+
+    monkeypatch.setattr(PlacedTarget, "write_state", broken)
+    settings = SafePointSettings(min_interval_s=0, jitter_s=0)
+    driver = SafePointDriver(control, SystemClock(), name="e", settings=settings)
+    assert driver.turn() is Turn.HELD
+    assert "the test has the memory fail" in driver.view().held
+    assert digests(engine) != whole
+    monkeypatch.undo()
+    clock = SystemClock()
+    deadline_s = clock.monotonic_s() + BOUND_S
+    while (outcome := driver.turn()) is not Turn.RECOVERED:
+        assert clock.monotonic_s() < deadline_s, (outcome, driver.view())
+        clock.sleep_s(0.05)
+    assert digests(engine) == whole
+    begin(engine, PROMPT, 3, "after")
+    assert [span.version for span in finish(engine).weight_versions] == [str(driver.view().served)]

@@ -92,6 +92,7 @@ class DeltastoreEngine(WeightTransferEngine):
         self._holdings: Holdings | None = None
         self._asleep = 0
         self._unfit = ""
+        self.errors_are_answers = False  # see rank_call.py; the engine core's calls set it
         self._store: Any = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
@@ -116,8 +117,10 @@ class DeltastoreEngine(WeightTransferEngine):
             try:
                 self._begin(settings)
             except BaseException:
+                self._remember_doubt()
                 self.shutdown()
                 raise
+            self._unfit = ""
 
     def start_weight_update(self) -> None:
         """Refuse where an update would not end well: ApplyError(poisoned, not_staged)."""
@@ -211,8 +214,19 @@ class DeltastoreEngine(WeightTransferEngine):
             )
         return self._rank
 
+    def _remember_doubt(self) -> None:
+        """A rebuild that broke off leaves weights of no version, whether or not it is followed."""
+        if self._rank is not None and self._rank.poisoned:
+            self._unfit = self._rank.poisoned
+
     def _begin(self, settings: EngineSettings) -> None:
         group = self._group = self._group or engine_group(settings.vote_timeout_s)
+        if group.size > 1 and not self.errors_are_answers:
+            raise InvalidInputError(
+                "the engine core of an engine with several ranks has not loaded the plugin",
+                kind=Kind.SETTING,
+                hint="let VLLM_PLUGINS name deltastore; the extension class alone serves one rank",
+            )
         engine, folder = agree_on_spool(group, self._clock, self.vllm_config, settings)
         opened: list[tuple[Run, EngineModel]] = []
 

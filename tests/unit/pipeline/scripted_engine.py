@@ -38,8 +38,8 @@ class ScriptedEngine(EngineControl):
     """Ranks with weights, a cache, forward passes. Thread-safe as an engine is.
 
     `faults` names the calls that fail next: (call, how), first come first; how is "before" (nothing
-    done), "after" (done, then failed), "false" (of a reset), or for an update "mixed" (the first
-    rank alone is written) or "poisoned" (no rank knows what it has).
+    done), "after" (done, then failed), "false" (of a reset), "mixed" (of an update: the first rank
+    alone is written) or "poisoned" (of an update or the start: no rank knows what it has).
     """
 
     ranks: list[Rank] = field(default_factory=lambda: [Rank(), Rank()])
@@ -82,9 +82,14 @@ class ScriptedEngine(EngineControl):
 
     def initialise(self) -> None:
         """Every rank is at `start`, unless it is somewhere already."""
-        with self._step("initialise"):
+        with self._step("initialise") as how:
+            if how == "poisoned":
+                for rank in self.ranks:
+                    rank.poisoned = "the rebuild broke off"
+                raise ApplyError("poisoned", kind=Kind.POISONED)
             for rank in self.ranks:
                 rank.version = self.start if rank.version is None else rank.version
+                rank.poisoned = ""
 
     def status(self) -> list[RankStatus]:
         """What the ranks say."""

@@ -299,10 +299,25 @@ def test_a_run_that_cannot_be_followed_leaves_the_engine_alone() -> None:
     assert driver.turn() is Turn.FAILED
     assert driver.error is not None
     assert driver.view().trouble == "engine: initialise failed"
-    assert engine.calls == ["initialise"]
+    assert engine.calls == ["initialise", "status"]
     while driver.turn() is not Turn.NOTHING or driver.view().served is None:
         clock.advance_s(0.5)
     assert (driver.view().trouble, driver.error) == ("", None)
+
+
+def test_a_start_that_broke_off_while_it_wrote_is_held() -> None:
+    """Weights that are no version's are not served until a start has proved some (CASE R2)."""
+    engine, clock = ScriptedEngine(faults=[("initialise", "poisoned")]), FakeClock()
+    driver = SafePointDriver(engine, clock, name="e", settings=PROMPT)
+    assert driver.turn() is Turn.HELD
+    assert engine.paused
+    assert engine.requests == ["abort"]
+    clock.advance_s(1.0)
+    assert driver.turn() is Turn.RECOVERED
+    assert "re_anchor" not in engine.calls
+    assert driver.turn() is Turn.NOTHING
+    assert engine.forward()
+    assert engine.wrong == []
 
 
 def test_workers_that_were_started_again_are_initialised_again() -> None:

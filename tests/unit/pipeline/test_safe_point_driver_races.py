@@ -19,6 +19,7 @@ PROMPT = SafePointSettings(min_interval_s=0, jitter_s=0, settle_s=0, retry_min_s
 FAULTS = st.sampled_from(
     [
         ("initialise", "before"),
+        ("initialise", "poisoned"),
         ("status", "before"),
         ("pause", "before"),
         ("pause", "after"),
