@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from deltastore.storage.store import Body, ByteRange, ObjectStore, PutMode, PutOutcome
 
+LOOK_S = 0.2
 _RESULTS, _CHANGES = "/rollouts/", "/deltas/"
 
 
@@ -32,6 +33,7 @@ class Orders:
         slow: how many times slower than usual it generates.
         flip_results, cut_results, flip_reads: how many of its next uploads and reads are damaged.
         clock_step_s: how far its wall clock is off.
+        clock_ahead_s: how far its monotonic clock is ahead, as after a suspended machine; grows.
     """
 
     number: int = 0
@@ -40,6 +42,7 @@ class Orders:
     cut_results: int = 0
     flip_reads: int = 0
     clock_step_s: float = 0.0
+    clock_ahead_s: float = 0.0
 
     def write(self, path: Path) -> None:
         """Give these orders."""
@@ -103,10 +106,20 @@ class SpoilingStore(StoreWrapper):
 
 
 class SteppedClock(SystemClock):
-    """The machine's clocks, the wall clock off by what the orders say."""
+    """The machine's clocks, off by what the orders say; the monotonic one never goes back."""
 
     def __init__(self, book: OrderBook) -> None:
         self._book = book
+        self._ahead_s = 0.0
+        self._look_at_s = 0.0
+
+    def monotonic_s(self) -> float:
+        """Seconds on a clock that may jump ahead. It is asked all the time: looks now and then."""
+        now_s = super().monotonic_s()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_S
+            self._ahead_s = max(self._ahead_s, self._book.read().clock_ahead_s)
+        return now_s + self._ahead_s
 
     def utc_s(self) -> float:
         """Unix time as this machine believes it to be."""

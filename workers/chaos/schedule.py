@@ -25,6 +25,7 @@ class Fault(StrEnum):
     CUT_RESULT = "result stored cut short"
     FLIP_READ = "delta read with a flipped bit"
     STEP_CLOCK = "actor's clock stepped by hours"
+    JUMP_CLOCK = "actor's monotonic clock an hour ahead"
     KILL_REDIS = "Redis killed, back with nothing"
     KILL_REGION = "region's store killed and restarted"
     HANG_REGION = "region's store hangs"
@@ -39,6 +40,7 @@ ON_ACTORS = frozenset(
         Fault.CUT_RESULT,
         Fault.FLIP_READ,
         Fault.STEP_CLOCK,
+        Fault.JUMP_CLOCK,
     }
 )
 ON_REGIONS = frozenset({Fault.KILL_REGION, Fault.HANG_REGION})

@@ -144,6 +144,9 @@ class World:
                 self._order(target, flip_reads=1)
             case Fault.STEP_CLOCK:
                 self._order(target, clock_step_s=-7200.0 if self._stepped(target) else 86_400.0)
+            case Fault.JUMP_CLOCK:
+                ahead_s = self.orders.get(target, Orders()).clock_ahead_s
+                self._order(target, clock_ahead_s=ahead_s + 3600.0)
             case Fault.KILL_REDIS:
                 self.redis.kill()
             case Fault.KILL_REGION:
