@@ -19,6 +19,7 @@ from deltastore.coordination.limits import (
     MAX_JOBS,
     MAX_LEASES_PER_ACTOR,
     MAX_SAMPLES,
+    MAX_SEGMENT_HINTS,
     MAX_TAKE,
 )
 from deltastore.coordination.records import (
@@ -44,6 +45,7 @@ from deltastore.coordination.records import (
     Throughput,
     ThroughputSample,
 )
+from deltastore.coordination.segment_hint import SegmentHint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +58,7 @@ __all__ = [
     "MAX_LEASES_PER_ACTOR",
     "MAX_PAYLOAD_BYTES",
     "MAX_SAMPLES",
+    "MAX_SEGMENT_HINTS",
     "MAX_TAKE",
     "MAX_TTL_S",
     "MIN_TTL_S",
@@ -73,6 +76,7 @@ __all__ = [
     "ReapOutcome",
     "ReapedJob",
     "RunningLease",
+    "SegmentHint",
     "Settled",
     "Settlement",
     "Throughput",
@@ -117,6 +121,15 @@ class Coordination(Protocol):
 
     def wait_head_hint(self, after_version: int, timeout_s: float) -> HeadHint | None:
         """Wait until a version above `after_version` is advertised; None when time is up."""
+        ...
+
+    def announce_segment(self, hint: SegmentHint) -> None:
+        """Say that home holds a segment of a version that may come to exist."""
+        ...
+
+    def announced_segments(self) -> list[SegmentHint]:
+        """What was announced lately, oldest first, at most MAX_SEGMENT_HINTS; none of it is true
+        before a manifest says so."""
         ...
 
     # jobs and leases

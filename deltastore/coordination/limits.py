@@ -14,10 +14,12 @@ MAX_SAMPLES = 128  # per actor: two full hands of leases, small enough to read w
 MAX_ATTEMPTS = 3  # a third expiry parks the job: its prompt never ends
 MAX_TAKE = 1_024  # results per call
 SCAN_MAX = 1_024  # jobs of another gate that a grant steps over per pool, a multiple of 64
+MAX_SEGMENT_HINTS = 64  # of segments that are on their way: two to a stream
 LISTED_MAX = 4_096  # running leases that one look at the fleet shows
 REAP_MAX = 256  # jobs per script call: keeps each call below a few milliseconds
 FORGET_AFTER_S = 3_600.0  # a lost actor is listed this long, so that people see it
 TAKEN_TTL_S = 600.0  # how long a repeated `take` finds its answer
+SEGMENT_HINTS_TTL_S = 600.0  # an older announcement helps nobody
 KEY_TTL_S = 7 * 86_400.0  # a run nobody touches leaves nothing behind
 
 LUA_LIMITS: dict[str, int] = {
@@ -30,6 +32,8 @@ LUA_LIMITS: dict[str, int] = {
     "scan": SCAN_MAX,
     "reap": REAP_MAX,
     "listed": LISTED_MAX,
+    "segments": MAX_SEGMENT_HINTS,
+    "segments_ttl_ms": int(SEGMENT_HINTS_TTL_S * 1000),
     "forget_ms": int(FORGET_AFTER_S * 1000),
     "taken_ttl_ms": int(TAKEN_TTL_S * 1000),
     "key_ttl_ms": int(KEY_TTL_S * 1000),

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltastore.coordination.jobtable import JobTable
-from deltastore.coordination.limits import FORGET_AFTER_S, MAX_ACTORS, MAX_JOBS, MAX_TAKE
+from deltastore.coordination.limits import (
+    FORGET_AFTER_S,
+    MAX_ACTORS,
+    MAX_JOBS,
+    MAX_SEGMENT_HINTS,
+    MAX_TAKE,
+    SEGMENT_HINTS_TTL_S,
+)
 from deltastore.coordination.records import (
     MAX_TOKENS,
     ActorRecord,
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
         Settled,
         Settlement,
     )
+    from deltastore.coordination.segment_hint import SegmentHint
 
 POLL_S = 0.01  # nobody else pays for it
 
@@ -81,6 +89,8 @@ class MemoryCoordination:
         self._closed = threading.Event()
         self._seats: dict[str, _Seat] = {}
         self._head: HeadHint | None = None
+        self._segments: list[SegmentHint] = []
+        self._segments_until_ms = 0
         self._jobs = JobTable()
         self._rates: dict[str, tuple[float, int]] = {}
 
@@ -156,6 +166,17 @@ class MemoryCoordination:
                 return hint
             if not self._wait_until(deadline_s):
                 return None
+
+    def announce_segment(self, hint: SegmentHint) -> None:
+        """Say that home holds a segment of a version that may come to exist."""
+        with self._lock:
+            self._segments = [*self._segments, hint][-MAX_SEGMENT_HINTS:]
+            self._segments_until_ms = self._now_ms() + int(SEGMENT_HINTS_TTL_S * 1000)
+
+    def announced_segments(self) -> list[SegmentHint]:
+        """What was announced lately, oldest first."""
+        with self._lock:
+            return list(self._segments) if self._now_ms() < self._segments_until_ms else []
 
     def _wait_until(self, deadline_s: float) -> bool:
         left_s = deadline_s - self._clock.monotonic_s()

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Pull,
         Settlement,
     )
+    from deltastore.coordination.segment_hint import SegmentHint
 
 POLL_S = 0.1  # a waiting call asks ten times a second: 1 % of one Redis for 1,000 actors
 OFFER_MAX_BYTES = 4 << 20  # of payloads in one call: keeps a script below a few milliseconds
@@ -149,6 +150,15 @@ class RedisCoordination:
                 return hint
             if not self._wait_until(deadline_s):
                 return None
+
+    def announce_segment(self, hint: SegmentHint) -> None:
+        """Say that home holds a segment of a version that may come to exist."""
+        self._call("announce_segment", wire.dump_segment(hint))
+
+    def announced_segments(self) -> list[SegmentHint]:
+        """What was announced lately, oldest first."""
+        text = self._redis.get("segments")
+        return [] if text is None else wire.load_segments(text)
 
     def _wait_until(self, deadline_s: float) -> bool:
         left_s = deadline_s - self._clock.monotonic_s()

@@ -22,6 +22,7 @@ _KEYS_LINE = re.compile(r"^-- KEYS ([a-z ]+)$", re.MULTILINE)
 _SHARED = ("clock", "prelude")
 NAMES = (
     "announce",
+    "announce_segment",
     "counts",
     "grant",
     "hand_back",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from deltastore.coordination.limits import MAX_SEGMENT_HINTS
 from deltastore.coordination.records import (
     ActorRecord,
     ActorState,
@@ -22,6 +23,7 @@ from deltastore.coordination.records import (
     ThroughputSample,
     check_rate,
 )
+from deltastore.coordination.segment_hint import SegmentHint
 from deltastore.errors import FormatError, InvalidInputError, Kind
 
 if TYPE_CHECKING:
@@ -144,6 +146,33 @@ def load_hint(text: object) -> HeadHint:
     """A head hint from what Redis holds."""
     fields = _fields(_load(text, "the head hint"), _HINT, "the head hint")
     return _checked("the head hint", HeadHint, **fields)
+
+
+_SEGMENT: dict[str, tuple[type, ...]] = {
+    "version": (int,),
+    "number": (int,),
+    "sha256": (str,),
+    "size_bytes": (int,),
+}
+
+
+def dump_segment(hint: SegmentHint) -> str:
+    """An announced segment as stored."""
+    return _dump({name: getattr(hint, name) for name in _SEGMENT})
+
+
+def load_segments(text: object) -> list[SegmentHint]:
+    """The announced segments from what Redis holds, oldest first."""
+    what = "the announced segments"
+    rows = _load(text, what)
+    if not isinstance(rows, list) or len(rows) > MAX_SEGMENT_HINTS:
+        raise _garbage(what, "not a short list")
+    hints = []
+    for row in rows:
+        encoded = row.encode() if isinstance(row, str) else row
+        fields = _fields(_load(encoded, what), _SEGMENT, what)
+        hints.append(_checked(what, SegmentHint, **fields))
+    return hints
 
 
 def gate_entry(version: int, policy_hash: str) -> str:

@@ -18,6 +18,7 @@ from deltastore.coordination.backend import (
     MAX_LEASES_PER_ACTOR,
     MAX_PAYLOAD_BYTES,
     MAX_SAMPLES,
+    MAX_SEGMENT_HINTS,
     ActorRecord,
     ActorState,
     ActorStatus,
@@ -28,6 +29,7 @@ from deltastore.coordination.backend import (
     ReapedJob,
     ReapOutcome,
     RunningLease,
+    SegmentHint,
     Settled,
     Throughput,
 )
@@ -144,6 +146,20 @@ class CoordinationTests:
         fleet.coordination.announce_head(hint)
         assert fleet.coordination.wait_head_hint(4, 1.0) == hint
         assert fleet.coordination.wait_head_hint(5, 0.25) is None
+
+    def test_announced_segments(self, fleet: Fleet) -> None:
+        """The newest announcements stand, oldest first; they end by themselves."""
+        assert fleet.coordination.announced_segments() == []
+        hints = [
+            SegmentHint(7, number, policy_hash_of(number), 1 + number)
+            for number in range(MAX_SEGMENT_HINTS + 3)
+        ]
+        for hint in hints[:3]:
+            fleet.coordination.announce_segment(hint)
+        assert fleet.coordination.announced_segments() == hints[:3]
+        for hint in hints[3:]:
+            fleet.coordination.announce_segment(hint)
+        assert fleet.coordination.announced_segments() == hints[3:]
 
     # offers
 
@@ -626,6 +642,9 @@ class CoordinationTests:
             lambda: c.take_settled(0, 0.0),
             lambda: c.take_settled(1, -1.0),
             lambda: c.wait_head_hint(0, float("nan")),
+            lambda: c.announce_segment(SegmentHint(1, -1, policy_hash_of(1), 1)),
+            lambda: c.announce_segment(SegmentHint(1, 0, policy_hash_of(1), 0)),
+            lambda: c.announce_segment(SegmentHint(1, 0, "../../x", 1)),
             lambda: c.withdraw(["j 1"]),
             lambda: c.set_throughput({"a1": float("nan")}, TTL_S),
             lambda: c.set_throughput({"a1": -1.0}, TTL_S),

@@ -11,7 +11,14 @@ import pytest
 import redis
 
 from deltastore.clock import SystemClock
-from deltastore.coordination.backend import ActorRecord, HeadHint, JobOffer, Pull, Settled
+from deltastore.coordination.backend import (
+    ActorRecord,
+    HeadHint,
+    JobOffer,
+    Pull,
+    SegmentHint,
+    Settled,
+)
 from deltastore.coordination.redis import RedisCoordination
 from deltastore.coordination.scripts import key_of, load_scripts, read_lua
 from deltastore.errors import CoordinationError, Kind
@@ -24,12 +31,13 @@ if TYPE_CHECKING:
 RUN = "mine"
 PASSWORD = "pass-" + secrets.token_hex(4)
 SCRIPTS = {
-    "trainer": "announce offer limit_pulls take reap withdraw counts members throughput"
-    " set_throughput now",
+    "trainer": "announce announce_segment offer limit_pulls take reap withdraw counts members"
+    " throughput set_throughput now",
     "actor": "register heartbeat leave grant renew hand_back settle",
     "observer": "members counts outcomes throughput running now",
 }
-ALSO = {"eval", "evalsha", "info", "select", "get"}  # and `get` for the head hint
+ALSO = {"eval", "evalsha", "info", "select", "get"}  # and `get` for the hints
+READS = {"actor": {"head", "segments"}, "observer": {"head"}}
 
 
 def _lines() -> dict[str, list[str]]:
@@ -82,6 +90,9 @@ def test_each_role_can_do_its_job(connect: Callable[..., RedisCoordination]) -> 
     hint = HeadHint(1, policy_hash_of(1), 1)
     trainer.announce_head(hint)
     assert [c.head_hint() for c in (trainer, actor, observer)] == [hint] * 3
+    segment = SegmentHint(2, 0, policy_hash_of(2), 100)
+    trainer.announce_segment(segment)
+    assert actor.announced_segments() == [segment]
     for name in ("a1", "a2"):
         actor.register(ActorRecord(name, "eu", "test", 1), TTL_S)
         assert actor.heartbeat(name, active(), TTL_S)
@@ -115,6 +126,7 @@ def test_each_role_can_do_its_job(connect: Callable[..., RedisCoordination]) -> 
 _FORBIDDEN: dict[str, dict[str, Callable[[RedisCoordination], object]]] = {
     "actor": {
         "announce": lambda c: c.announce_head(HeadHint(9, policy_hash_of(9), 9)),
+        "segment": lambda c: c.announce_segment(SegmentHint(9, 0, policy_hash_of(9), 1)),
         "offer": lambda c: c.offer([_job("forged")]),
         "take": lambda c: c.take_settled(1, 0.0),
         "reap": lambda c: c.reap(),
@@ -124,6 +136,7 @@ _FORBIDDEN: dict[str, dict[str, Callable[[RedisCoordination], object]]] = {
     },
     "observer": {
         "announce": lambda c: c.announce_head(HeadHint(9, policy_hash_of(9), 9)),
+        "segment": lambda c: c.announce_segment(SegmentHint(9, 0, policy_hash_of(9), 1)),
         "offer": lambda c: c.offer([_job("forged")]),
         "register": lambda c: c.register(ActorRecord("a9", "eu", "test", 1), TTL_S),
         "leave": lambda c: c.leave("a1"),
@@ -214,7 +227,8 @@ def test_the_lines_are_exact(role: str) -> None:
         return
     scripts = load_scripts()
     used = {key for name in SCRIPTS[role].split() for key in scripts[name].keys}
-    assert keys == {"~" + key_of("RUN", key) for key in used} | {"%R~" + key_of("RUN", "head")}
+    read_only = {"%R~" + key_of("RUN", key) for key in READS[role]}
+    assert keys == {"~" + key_of("RUN", key) for key in used} | read_only
 
 
 def test_the_roles_work_in_a_cluster() -> None:

@@ -17,6 +17,7 @@ from deltastore.cli.keys import read_trusted
 from deltastore.config import FollowerSettings
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.pipeline.stager import Stager
+from workers.early_segments import SegmentListener
 from workers.head_hints import HeadHints
 from workers.wiring import open_coordination, open_premises, run_worker
 
@@ -37,11 +38,13 @@ def _work(config: WorkerConfig) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
     with ExitStack() as stack:
         at = stack.enter_context(open_premises(config, f"{NAME}-{settings.region}"))
-        hints = None
+        early = None
         if config.redis_url:
             coordination = stack.enter_context(open_coordination(config, at.clock))
             hints = HeadHints(coordination, at.clock)
             stack.callback(hints.stop)
+            keys = at.regions[settings.region].keys
+            early = SegmentListener(coordination, keys, hints.wait)
         stager = Stager(
             at.regions[settings.region],
             Path(settings.folder),
@@ -49,10 +52,12 @@ def _work(config: WorkerConfig) -> None:
             clock=at.clock,
             settings=FollowerSettings(stage_max_bytes=settings.stage_max_bytes),
             sink=at.sink,
-            hint_source=None if hints is None else hints.wait,
+            hint_source=None if early is None else early.wait,
             cache_max_bytes=settings.cache_max_bytes,
             trusted=read_trusted(None if trusted is None else Path(trusted)),
         )
+        if early is not None:
+            early.announce = stager.announce
         stager.run(stopping)
 
 

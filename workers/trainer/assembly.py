@@ -7,6 +7,7 @@ opening commits the fence), job table, steps, final state.
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from deltastore.pipeline.replay import Held
 from deltastore.pipeline.replicator import Region
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.resolve import find_head
+from workers.early_segments import SegmentTeller
 from workers.run_folder import TRAINER
 from workers.trainer.dispatch import Dispatcher
 from workers.trainer.ending import leave_final_state, wait_for_stop
@@ -68,8 +70,31 @@ def train(
         )
     torch.set_num_threads(around.config.threads)
     live, first_step = _weights_at_head(around)
+    with (
+        closing(SegmentTeller(around.coordination)) as teller,
+        closing(_open_publisher(around, live, first_step, teller)) as publisher,
+    ):
+        task = make_task(live.folder, around.config.seed)
+        trainer = _assemble(around, settings, live, publisher, task, first_step, stopping, on_batch)
+        try:
+            final = trainer.run()
+        except TrainerStopped:
+            _LOG.info("stopped at version %d", publisher.head.core.version)
+            return None
+        behind = publisher.wait_regions(settings.commit_wait_s)
+        if behind:
+            _LOG.warning("behind at the end: %s", ", ".join(behind))
+        report = leave_final_state(around.folder, live.target, final)
+        _LOG.info("trained to version %d, waiting for the stop file", report.version)
+        wait_for_stop(around.folder, stopping, clock=around.clock, timeout_s=settings.stop_wait_s)
+        return report
+
+
+def _open_publisher(
+    around: Surroundings, live: LiveWeights, first_step: int, teller: SegmentTeller
+) -> Publisher:
     home = around.regions[around.config.home]
-    publisher = Publisher.open(
+    return Publisher.open(
         home,
         ModuleSource(live.model, layout=home.layout),
         clock=around.clock,
@@ -86,24 +111,8 @@ def train(
         ),
         sink=around.sink,
         baseline=Held(read_whole(live.target), live.active),
+        announce=teller.tell,
     )
-    try:
-        task = make_task(live.folder, around.config.seed)
-        trainer = _assemble(around, settings, live, publisher, task, first_step, stopping, on_batch)
-        try:
-            final = trainer.run()
-        except TrainerStopped:
-            _LOG.info("stopped at version %d", publisher.head.core.version)
-            return None
-        behind = publisher.wait_regions(settings.commit_wait_s)
-        if behind:
-            _LOG.warning("behind at the end: %s", ", ".join(behind))
-        report = leave_final_state(around.folder, live.target, final)
-        _LOG.info("trained to version %d, waiting for the stop file", report.version)
-        wait_for_stop(around.folder, stopping, clock=around.clock, timeout_s=settings.stop_wait_s)
-        return report
-    finally:
-        publisher.close()
 
 
 def _weights_at_head(around: Surroundings) -> tuple[LiveWeights, int]:
