@@ -79,8 +79,9 @@ test: env
 test-vllm: env-vllm
 	$(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm $(PYTEST_FLAGS)
 
+# Hangs end after half an hour here: the chain's long life takes minutes, more where others work too.
 test-slow: env
-	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -q -m slow $(PYTEST_FLAGS)
+	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -q -m slow -o faulthandler_timeout=1800 $(PYTEST_FLAGS)
 
 test-radosgw test-ministack: test-%: env
 	tests/conformance/run_$*.sh $(CURDIR)/$(BIN)/python
