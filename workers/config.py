@@ -125,6 +125,7 @@ class ActorConfig:
     catch_up_s: float = 180.0  # to the version a stop asks for
     leave_poisoned_after: int = 3  # re-anchorings in a row before it gives up
     stager_folder: str | None = None  # of this host's stager; None: the actor fetches by itself
+    trusted_keys: str | None = None  # a file of keys that must have signed versions and shortcuts
     vllm: VllmSettings = VLLM_DEFAULTS  # for that engine
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.clock import Clock
+    from deltastore.format.signing import TrustedKeys
     from deltastore.pipeline.protocols import WeightTarget
     from deltastore.repository.points import ActiveVersion
     from deltastore.repository.run import Run
@@ -57,34 +58,45 @@ class LiveWeights:
         return replace(self, active=active, report=report)
 
 
-def join(run: Run, *, checkpoint: Path | None, scratch: Path, clock: Clock) -> LiveWeights:
+def join(
+    run: Run,
+    *,
+    checkpoint: Path | None,
+    scratch: Path,
+    clock: Clock,
+    trusted: TrustedKeys | None = None,
+) -> LiveWeights:
     """Make a model whose weights are at a version of `run`.
 
     Args:
         checkpoint: a local folder to start from, if there is one.
         scratch: where config and tokenizer files of the run go when there is none.
+        trusted: keys that must have signed versions and shortcuts; None trusts the bucket.
     """
     if checkpoint is None:
         folder = _fetch_small_files(run, scratch)
         model = empty_model(folder)
         target = ModuleTarget(model, run.layout)
-        active, report = rebuild(run, target, clock=clock)
+        active, report = rebuild(run, target, clock=clock, trusted=trusted)
         return LiveWeights(model, target, active, folder, report)
     started_s = clock.monotonic_s()
     model = load_model(checkpoint)
     target = ModuleTarget(model, run.layout)
-    found = locate(run, target.fingerprint(), newest=find_head(run), streams=STREAMS)
+    newest = find_head(run)
+    found = locate(run, target.fingerprint(), newest=newest, streams=STREAMS, trusted=trusted)
     if found is None:
-        found, report = rebuild(run, target, clock=clock)
+        found, report = rebuild(run, target, clock=clock, trusted=trusted)
     else:
         seconds = clock.monotonic_s() - started_s
         report = JoinReport(f"checkpoint v{found.version}", 0, 0, seconds)
     return LiveWeights(model, target, found, checkpoint, report)
 
 
-def rebuild(run: Run, target: WeightTarget, *, clock: Clock) -> tuple[ActiveVersion, JoinReport]:
+def rebuild(
+    run: Run, target: WeightTarget, *, clock: Clock, trusted: TrustedKeys | None = None
+) -> tuple[ActiveVersion, JoinReport]:
     """Write HEAD, as the bucket has it, over all of `target`, and prove every live weight."""
-    replayed = replay(run, clock=clock, streams=STREAMS)
+    replayed = replay(run, clock=clock, streams=STREAMS, trusted=trusted)
     write_state(target, replayed.state)
     active = replayed.held.point
     require_at(target, active, run=run.name)

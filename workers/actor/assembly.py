@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deltastore.cli.keys import read_trusted
 from deltastore.config import FollowerSettings
 from deltastore.errors import InvalidInputError, Kind
 from workers.actor.follow import FollowedWeights
@@ -99,11 +100,13 @@ def _on_transformers(
     make_engine: Callable[[LiveWeights], Engine] | None,
 ) -> ReadyEngine:
     run = around.regions[settings.region]
+    trusted = read_trusted(None if settings.trusted_keys is None else Path(settings.trusted_keys))
     live = join(
         run,
         checkpoint=around.checkpoint,
         scratch=around.folder.scratch(settings.actor_id),
         clock=around.clock,
+        trusted=trusted,
     )
     weights = FollowedWeights(
         run,
@@ -118,6 +121,7 @@ def _on_transformers(
         clock=around.clock,
         sink=around.sink,
         stager_folder=None if settings.stager_folder is None else Path(settings.stager_folder),
+        trusted=trusted,
     )
     engine = TransformersEngine(live.model) if make_engine is None else make_engine(live)
     return ReadyEngine(engine, weights, live.report.via)

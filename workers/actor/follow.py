@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from deltastore.coordination.backend import Coordination
     from deltastore.events import EventSink
     from deltastore.format.fingerprint import Fingerprint
+    from deltastore.format.signing import TrustedKeys
     from deltastore.pipeline.protocols import WeightTarget
     from deltastore.repository.points import ActiveVersion
     from deltastore.repository.run import Run
@@ -45,6 +46,7 @@ class FollowedWeights:
         stager_folder: of this host's stager; None: this process fetches by itself.
         most_rebuilds: rebuilds in a row, without an activation in between, before giving up.
         safe_point: shared with whoever runs forward passes; None: nobody does.
+        trusted: keys that must have signed what is fetched here or rebuilt; None trusts the bucket.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class FollowedWeights:
         sink: EventSink,
         stager_folder: Path | None = None,
         safe_point: SafePoint | None = None,
+        trusted: TrustedKeys | None = None,
     ) -> None:
         self._safe_point = safe_point or SafePoint(clock)
         self._run = run
+        self._trusted = trusted
         self._target = target
         self._name = name
         self._settings = settings
@@ -84,6 +88,7 @@ class FollowedWeights:
                 settings=settings,
                 sink=sink,
                 hint_source=self._hints.wait,
+                trusted=trusted,
             )
         else:
             self._follower = StagedFeed(stager_folder, run.layout, active, rank=name, clock=clock)
@@ -170,7 +175,9 @@ class FollowedWeights:
                 hint="check this machine's memory and disk, then `deltastore verify --deep`",
             )
         with self._safe_point.write():
-            active, report = rebuild(self._run, self._target, clock=self._clock)
+            active, report = rebuild(
+                self._run, self._target, clock=self._clock, trusted=self._trusted
+            )
         self._applier = self._new_applier(active)
         self._follower.reset(active)
         self._joined(report)

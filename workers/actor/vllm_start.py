@@ -11,10 +11,12 @@ import importlib.util
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltastore.adapters.safetensors_write import write_checkpoint
 from deltastore.cli.checkpoint_parts import read_parts
+from deltastore.cli.keys import read_trusted
 from deltastore.errors import IntegrityError, InvalidInputError, Kind
 from deltastore.format.fingerprint import Fingerprint
 from deltastore.pipeline.replay import replay
@@ -23,10 +25,10 @@ from workers.wiring import lend_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from deltastore.adapters.vllm.verbs import RankVerbs
     from deltastore.clock import Clock
+    from deltastore.format.signing import TrustedKeys
     from deltastore.pipeline.replay import JoinReport
     from deltastore.repository.run import Run
     from workers.actor.safe_point import SafePoint
@@ -65,7 +67,8 @@ def start_vllm(
         start = Start(around.checkpoint)
     else:
         folder = around.folder.made_scratch(settings.actor_id)
-        start = fetch_checkpoint(run, folder, clock=around.clock)
+        trusted = trusted_keys(settings)
+        start = fetch_checkpoint(run, folder, clock=around.clock, trusted=trusted)
     region = around.config.region(settings.region)
     lend_credentials(region)
     spool = around.folder.made_scratch(settings.actor_id) / "spool"
@@ -145,6 +148,11 @@ def engine_arguments(
     return arguments | {name: value for name, value in chosen.items() if value is not None}
 
 
+def trusted_keys(settings: ActorConfig) -> TrustedKeys | None:
+    """The keys that must have signed what the actor follows; None trusts the bucket."""
+    return read_trusted(None if settings.trusted_keys is None else Path(settings.trusted_keys))
+
+
 def follow_settings(run: dict[str, Any], settings: ActorConfig, spool: Path) -> dict[str, Any]:
     """This library's section of vLLM's additional configuration, as its workers read it.
 
@@ -152,6 +160,9 @@ def follow_settings(run: dict[str, Any], settings: ActorConfig, spool: Path) -> 
         spool: where the engine's own stager works, where the host has none for its actors.
     """
     section = run | {"engine": settings.actor_id, "allow_dense": settings.vllm.allow_dense}
+    if settings.trusted_keys is not None:
+        trusted_keys(settings)  # what is wrong with the file is said here, not by an engine's rank
+        section["trusted_keys"] = Path(settings.trusted_keys).read_text("ascii").splitlines()
     if settings.stager_folder is not None:
         return section | {"stager": "shared", "folder": settings.stager_folder}
     return section | {"folder": str(spool.absolute())}
@@ -168,7 +179,9 @@ def run_at(region: RegionConfig, run: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def fetch_checkpoint(run: Run, folder: Path, *, clock: Clock) -> Start:
+def fetch_checkpoint(
+    run: Run, folder: Path, *, clock: Clock, trusted: TrustedKeys | None = None
+) -> Start:
     """HEAD of the run, proved by fingerprint, as a checkpoint folder inside `folder`.
 
     What an earlier start left there is removed. A crash leaves a folder that the next start
@@ -176,7 +189,7 @@ def fetch_checkpoint(run: Run, folder: Path, *, clock: Clock) -> Start:
     """
     for stale in folder.glob("checkpoint-*"):
         shutil.rmtree(stale)
-    replayed = replay(run, clock=clock, streams=STREAMS)
+    replayed = replay(run, clock=clock, streams=STREAMS, trusted=trusted)
     parts = read_parts(run, streams=STREAMS)
     out = folder / f"checkpoint-{replayed.manifest.core.version}"
     write_checkpoint(replayed.state, out, headers=parts.headers, extras=parts.extras)

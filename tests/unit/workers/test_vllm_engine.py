@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from deltastore.errors import FormatError, InvalidInputError
+from deltastore.format.key_files import trusted_line
+from deltastore.format.signing import MaySign, SigningKey
 from tests.unit.workers.kit import hash_of
 from workers.actor.engine import GenerationStopped, Prompt
 from workers.actor.vllm_engine import VllmEngine
@@ -184,6 +186,19 @@ def test_the_engine_is_started_as_results_need_it() -> None:
     assert made["additional_config"] == {"deltastore": follow}
     assert made["kv_cache_memory_bytes"] == 1 << 20
     assert "max_model_len" not in made
+
+
+def test_the_keys_that_an_actor_trusts_are_told_to_the_engine(tmp_path: Path) -> None:
+    """The engine's ranks trust the lines of the file, and a file of nonsense starts no engine."""
+    keys = tmp_path / "trusted"
+    public = SigningKey.generate().public
+    keys.write_text(trusted_line(public, [MaySign.VERSIONS]) + "\n", encoding="ascii")
+    settings = ActorConfig("a1", "eu", engine="vllm", trusted_keys=str(keys))
+    follow = follow_settings({"run": "file:///runs/r"}, settings, Path("/unused"))
+    assert follow["trusted_keys"] == keys.read_text().splitlines()
+    keys.write_text("nonsense", encoding="ascii")
+    with pytest.raises(InvalidInputError):
+        follow_settings({"run": "file:///runs/r"}, settings, Path("/unused"))
 
 
 def test_an_actor_of_a_host_with_a_stager_starts_none() -> None:

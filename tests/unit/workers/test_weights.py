@@ -15,6 +15,7 @@ from deltastore.errors import ApplyError, IntegrityError, InvalidInputError, Kin
 from deltastore.events import ActivationFailed, ActorJoined
 from deltastore.format.layout import Layout
 from deltastore.format.mixing import fingerprint_state
+from deltastore.format.signing import SigningKey, TrustedKeys
 from deltastore.pipeline.host import HostSource, HostTarget
 from deltastore.pipeline.publisher import Publisher
 from deltastore.pipeline.replay import JoinReport
@@ -74,7 +75,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return Site(old, next_checkpoint(old, folder / "new", seed=2, density=0.05, wild=False))
 
 
-def followed(site: Site, target: Any, events: list[Any]) -> FollowedWeights:
+def followed(site: Site, target: Any, events: list[Any], **options: Any) -> FollowedWeights:
     """Weights at the fence, as an actor holds them."""
     return FollowedWeights(
         site.run,
@@ -87,6 +88,7 @@ def followed(site: Site, target: Any, events: list[Any]) -> FollowedWeights:
         most_rebuilds=2,
         clock=CLOCK,
         sink=events.append,
+        **options,
     )
 
 
@@ -126,6 +128,20 @@ def test_a_joiner_without_a_checkpoint_rebuilds_head(site: Site, tmp_path: Path)
         "config.json",
         "generation_config.json",
     ]
+
+
+def test_an_actor_that_trusts_keys_takes_nothing_unsigned(site: Site, tmp_path: Path) -> None:
+    """With trusted keys neither a join, nor a rebuild, nor what is staged may be unsigned."""
+    trusted = TrustedKeys.of([SigningKey.generate().public])
+    with pytest.raises(IntegrityError) as caught:
+        join(site.run, checkpoint=None, scratch=tmp_path, clock=CLOCK, trusted=trusted)
+    assert caught.value.kind is Kind.SIGNATURE
+    weights = followed(site, HostTarget(site.state(site.old)), [], trusted=trusted)
+    for work in (weights.catch_up, weights.re_anchor):
+        with pytest.raises(IntegrityError) as caught:
+            work()
+        assert caught.value.kind is Kind.SIGNATURE
+    weights.stop()
 
 
 def test_a_foreign_checkpoint_is_not_believed(site: Site, tmp_path: Path) -> None:
