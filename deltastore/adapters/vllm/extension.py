@@ -1,9 +1,8 @@
 """Where plugins are not loaded the backend is missing: naming a class of this module registers it.
 
 `--worker-extension-cls deltastore.adapters.vllm.extension.WorkerExtension`: every worker imports
-this module before its model loads. The engine core imports it too where it shares its process with
-the one worker; where it does not, its weight version stays what the caller of
-`finish_weight_update` says.
+this module before its model loads. It serves engines of one rank, whose engine core shares its
+process with the worker; engines of several ranks need the plugin in their engine core.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.adapters.vllm.cpu_start import claim_tiles, pass_by_odd_attributes
 from deltastore.adapters.vllm.prepacking import on_cpu, unpacked_weights
+from deltastore.adapters.vllm.rank_call import answer_of
 from deltastore.adapters.vllm.versions import find_facts, refusal
-from deltastore.adapters.vllm.weight_marker import mark_weights
+from deltastore.adapters.vllm.weight_marker import MOVING, OTHERS, mark_weights
 from deltastore.errors import InvalidInputError, Kind
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def uses_backend(vllm_config: Any) -> bool:
 def _extend_worker(worker_class: Any) -> None:
     worker_class.deltastore_status = _status
     worker_class.deltastore_re_anchor = _re_anchor
+    worker_class.deltastore_call = _call
     worker_class.deltastore_fingerprint = _fingerprint
     before = worker_class.__init__
 
@@ -119,6 +121,14 @@ def _fingerprint(self: Any) -> str:
     """The fingerprint of all live weights of all ranks; on every rank at once, while paused."""
     found: str = _engine_of(self).fingerprint()
     return found
+
+
+def _call(self: Any, method: str, arguments: Any, named: Any) -> Any:
+    """One of the calls after which weights may have moved; its error is an answer."""
+    if method not in MOVING | OTHERS:
+        raise InvalidInputError(f"{method!r} is not called this way", kind=Kind.NAME)
+    _engine_of(self).errors_are_answers = True
+    return answer_of(self, method, arguments, named)
 
 
 def _re_anchor(self: Any) -> None:

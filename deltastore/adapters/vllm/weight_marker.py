@@ -12,6 +12,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
+from deltastore.adapters.vllm.rank_call import raise_first
 from deltastore.errors import ApplyError, Kind
 from deltastore.pipeline.engine_control import RankStatus, agreed, doubt
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 POISONED = "poisoned"
+CALL = "deltastore_call"
+"""The workers' method through which calls of `MOVING` and `OTHERS` are made: see `rank_call.py`."""
 MOVING = frozenset(
     {
         "init_weight_transfer_engine",
@@ -28,6 +31,10 @@ MOVING = frozenset(
     }
 )
 """Calls of workers after which an engine may be at another version, or in doubt."""
+OTHERS = frozenset(
+    {"start_weight_update", "start_draft_weight_update", "shutdown_weight_transfer_engine"}
+)
+"""Further calls that fail on all ranks."""
 
 
 def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
@@ -39,15 +46,21 @@ def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
     )
 
     @functools.wraps(call)
-    def collective_rpc(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
-        if not (isinstance(method, str) and method in MOVING and uses_backend(self.vllm_config)):
-            return call(self, method, *arguments, **named)
+    def collective_rpc(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        ours = isinstance(method, str) and method in MOVING | OTHERS
+        if not (ours and uses_backend(self.vllm_config)):
+            return call(self, method, timeout, args, kwargs)
         try:
-            answers = call(self, method, *arguments, **named)
+            answers = call(self, CALL, timeout, (method, tuple(args), dict(kwargs or {})))
+            raise_first(answers)
         except Exception as err:
-            _mark_after(err, self, call)
+            if method in MOVING:
+                _mark_after(err, self, call)
             raise
-        _mark(self, call)
+        if method in MOVING:
+            _mark(self, call)
         return answers
 
     @functools.wraps(resume)
