@@ -78,7 +78,7 @@ class EngineRank:
         self._sink = sink
         self._applier: RankApplier[Any] | None = None
         self._feed: PreparedFeed | None = None
-        self._whole = WholeSpool(folder, engine) if group.rank == 0 else None
+        self._whole: WholeSpool | None = None
         self._doubt = ""
         self._trouble = ""
         self._never = threading.Event()
@@ -119,8 +119,10 @@ class EngineRank:
     def begin(self) -> None:
         """Find the version that the weights are at, or write the newest; then stage. Collective.
 
-        Raises IntegrityError, StorageError, NotFoundError, ApplyError(poisoned).
+        Raises InvalidInputError(lease_held) when the engine's name is taken, IntegrityError,
+        StorageError, NotFoundError, ApplyError(poisoned).
         """
+        self._meet(self._claim)
         point = None
         try:
             found = whole_fingerprint(self._target, self._group)
@@ -133,7 +135,7 @@ class EngineRank:
             self._write_newest()
         else:
             self._applier = self._applier_at(point)
-        self._follow()
+        self._meet(self._follow)
 
     def require_sound(self) -> None:
         """ApplyError(poisoned) on every rank when the weights of one are in doubt. Collective."""
@@ -211,7 +213,13 @@ class EngineRank:
             sink=self._sink,
         )
 
-    def _follow(self) -> None:
+    def _claim(self) -> Answer:
+        """Rank 0: the engine's name on this host."""
+        if self._group.rank == 0:
+            self._whole = WholeSpool(self._folder, self._engine)
+        return {}
+
+    def _follow(self) -> Answer:
         applier = self._applier
         if applier is None:
             raise _not_begun()
@@ -225,6 +233,7 @@ class EngineRank:
         )
         self._feed = PreparedFeed(feed, self._run.layout, applier.prepare, self._clock)
         self._feed.start()
+        return {}
 
     def _following(self) -> tuple[RankApplier[Any], PreparedFeed]:
         if self._applier is None or self._feed is None:

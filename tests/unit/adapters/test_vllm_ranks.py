@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -41,13 +42,13 @@ def _on_all(ranks, call):
 
 
 def test_a_meeting_waits_for_work_of_any_length():
-    """Everyone gets everyone's answer though the work takes many times a vote's timeout."""
-    groups = ThreadGroup.of(3, timeout_s=0.3)
+    """Everyone gets everyone's answer though the work takes longer than a vote's timeout."""
+    groups = ThreadGroup.of(3, timeout_s=2.0)
     done = threading.Event()
 
     def work(rank):
         if rank == 1:
-            CLOCK.wait(done, 1.0)
+            CLOCK.wait(done, 3.0)
         return {"rank": rank}
 
     found = _on_all(groups, lambda g: meet(g, CLOCK, lambda: work(g.rank), beat_s=0.05))
@@ -65,7 +66,7 @@ def test_a_meeting_waits_for_work_of_any_length():
 )
 def test_a_failure_in_a_meeting_is_everybodys(error):
     """The rank that failed raises its own error, the others one of the same class and kind."""
-    groups = ThreadGroup.of(3, timeout_s=5)
+    groups = ThreadGroup.of(3, timeout_s=30)
 
     def work(rank):
         if rank == 2:
@@ -85,7 +86,7 @@ class Engine:
 
     def __init__(self, world, folder, size, **settings):
         self.world = world
-        self.groups = ThreadGroup.of(size, timeout_s=5) if size > 1 else [SoloGroup()]
+        self.groups = ThreadGroup.of(size, timeout_s=30) if size > 1 else [SoloGroup()]
         url = f"file://{folder}/store/{RUN}"
         self.settings = EngineSettings(
             run=url, **{"stage_wait_s": 20.0, "poll_min_s": 0.02, **settings}
@@ -275,8 +276,6 @@ def test_a_damaged_update_is_staged_anew(world, stager, tmp_path):
     damaged = engine.ranks[0]._feed.offered
     engine.ranks[1]._feed._forget()
     engine.ranks[1]._feed._refused = damaged  # so that it must be mapped anew
-    from pathlib import Path
-
     path = Path(damaged.path)
     body = bytearray(path.read_bytes())
     body[-1] ^= 1
@@ -289,6 +288,20 @@ def test_a_damaged_update_is_staged_anew(world, stager, tmp_path):
     assert engine.all(lambda rank: rank.update(2).version) == [2, 2]
     assert engine.holds(world.state)
     engine.stop()
+    publisher.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_taken_name_stops_all_ranks(world, stager, tmp_path, size):
+    """An engine whose name is another's begins on no rank, and the other one goes on."""
+    first, second = Engine(world, tmp_path, size), Engine(world, tmp_path, size)
+    publisher = world.publisher()
+    assert first.all(lambda rank: rank.begin()) == [None] * size
+    refused = second.all(lambda rank: rank.begin())
+    assert {error.kind for error in refused} == {Kind.LEASE_HELD}
+    second.stop()
+    assert first.all(lambda rank: rank.update(1).version) == [1] * size
+    first.stop()
     publisher.close()
 
 
