@@ -25,6 +25,7 @@ from deltastore.adapters.vllm.holdings import EngineModel, find_holdings
 from deltastore.adapters.vllm.rank import EngineRank
 from deltastore.adapters.vllm.refusals import checkpoint_folder, refuse_unfollowable
 from deltastore.adapters.vllm.rendezvous import meet
+from deltastore.adapters.vllm.scratch import Scratch
 from deltastore.adapters.vllm.settings import parse_settings, section_of
 from deltastore.adapters.vllm.versions import find_facts, require_supported
 from deltastore.adapters.vllm.world import agree_on_spool, engine_group
@@ -82,8 +83,9 @@ class DeltastoreEngine(WeightTransferEngine):
         refuse_unfollowable(vllm_config)
         super().__init__(config, vllm_config, device, model)
         self._section = section_of(vllm_config.additional_config)
-        if "run" in self._section:
-            parse_settings(self._section, {})  # refused at the start, not at the first update
+        # Refused at the start, not at the first update; the run may be named later.
+        given = parse_settings({"run": "file:///run/named-later", **self._section}, {})
+        self._scratch = Scratch(device, given.scratch_max_bytes)  # before the cache takes the rest
         self._clock = SystemClock()
         self._settings: EngineSettings | None = None
         self._group: Group | None = None
@@ -113,7 +115,7 @@ class DeltastoreEngine(WeightTransferEngine):
                     hint="shut the weight transfer engine down first, or start another engine",
                 )
             return
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config), self._scratch.lent():
             try:
                 self._begin(settings)
             except BaseException:
@@ -136,7 +138,8 @@ class DeltastoreEngine(WeightTransferEngine):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Activate a staged version on all ranks, or none. Collective."""
         version = update_info.version
-        self._following().update("newest" if isinstance(version, str) else version)
+        with self._scratch.lent():
+            self._following().update("newest" if isinstance(version, str) else version)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM calls it; synchronises the device where there is one."""
@@ -167,7 +170,8 @@ class DeltastoreEngine(WeightTransferEngine):
                 kind=Kind.NOT_STAGED,
                 hint="wake its weights up first",
             )
-        self._following().re_anchor()
+        with self._scratch.lent():
+            self._following().re_anchor()
 
     def fingerprint(self) -> str:
         """A whole pass over the live weights of all ranks. Collective; only while paused."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from deltastore.format.signing import TrustedKeys
 
 SECTION = "deltastore"
+SCRATCH_MAX_BYTES = 64 << 20
 STAGERS = ("own", "shared")
 SERVER_KEYS = frozenset(
     {
@@ -80,7 +81,7 @@ class EngineSettings:
     unused: tuple[str, ...] = ()
     unfilled: tuple[str, ...] = ()
     stage_max_bytes: int = 2 << 30
-    scratch_max_bytes: int = 64 << 20
+    scratch_max_bytes: int = SCRATCH_MAX_BYTES
     full_check_every_versions: int = 64
     vote_timeout_s: float = 30.0
     stage_wait_s: float = 120.0

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from deltastore.adapters.vllm.answers import point_of, point_row, spooled_of, spooled_row
 from deltastore.adapters.vllm.child_stager import ChildStager, stage_command
 from deltastore.adapters.vllm.rank_call import RankError, answer_of, raise_first
 from deltastore.adapters.vllm.refusals import checkpoint_folder, refuse_unfollowable
+from deltastore.adapters.vllm.scratch import Scratch
 from deltastore.adapters.vllm.settings import EngineSettings
 from deltastore.clock import SystemClock
 from deltastore.errors import ApplyError, FormatError, InvalidInputError, Kind
@@ -203,3 +205,20 @@ def test_points_and_updates_travel_whole() -> None:
     for row in (None, {}, {**spooled_row(update), "sha256": "7"}):
         with pytest.raises(FormatError):
             spooled_of(row)
+
+
+def test_scratch_is_kept_aside_but_for_the_writing() -> None:
+    """On a device the memory is held from the start, lent inside, and held again after a failure;
+    on the host nothing is held."""
+    scratch = Scratch(torch.device("meta"), 1 << 20)
+    assert scratch.held_bytes == 1 << 20
+    with scratch.lent():
+        assert scratch.held_bytes == 0
+    with pytest.raises(ValueError, match="broken"), scratch.lent():
+        raise ValueError("broken")
+    assert scratch.held_bytes == 1 << 20
+    scratch.free()
+    with scratch.lent():
+        pass
+    assert scratch.held_bytes == 0
+    assert Scratch(torch.device("cpu"), 1 << 20).held_bytes == 0
