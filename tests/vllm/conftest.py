@@ -15,6 +15,7 @@ for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # tests with processes say so themselves
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",  # tiny models: two threads wait for each other, on a busy machine long
 }.items():
     os.environ.setdefault(_name, _value)
 

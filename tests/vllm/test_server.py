@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 
 from deltastore.observability.jsonl import read_events
 from deltastore.pipeline.spool import is_locked
-from tests.vllm.api_server import ApiServer
+from tests.vllm.api_server import Answer, ApiServer
 from tests.vllm.kit import tiny_qwen3
 from tests.vllm.runs import TinyRun
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.vllm
+TOKENS = 100
 BEGIN, END = "x-deltastore-version", "x-deltastore-end-version"
 
 
@@ -64,15 +66,26 @@ def test_a_server_follows_three_versions_while_it_serves(server: ApiServer, run:
     """Every response is whole and names versions that were served; each one comes (CASE R20)."""
     server.until(lambda: server.status()["served"] is not None)
     labels = [server.status()["served"]]
+    over = threading.Event()
+
+    def ask() -> list[Answer]:
+        found = [server.complete(TOKENS)]
+        while not over.is_set():
+            found.append(server.complete(TOKENS))
+        return found
+
     with ThreadPoolExecutor(1) as pool:
-        busy = [pool.submit(server.complete, 100) for _ in range(12)]
-        for _ in range(3):
-            labels.append(run.label(run.publish()))
-            server.until(lambda: serves(server, labels[-1]))
-        answers = [one.result() for one in busy]
+        busy = pool.submit(ask)
+        try:
+            for _ in range(3):
+                labels.append(run.label(run.publish()))
+                server.until(lambda: serves(server, labels[-1]))
+        finally:
+            over.set()
+        answers = busy.result()
     for answer in answers:
         assert answer.status == 200
-        assert answer.document["usage"]["completion_tokens"] == 100
+        assert answer.document["usage"]["completion_tokens"] == TOKENS
         begin, end = labels.index(answer.headers[BEGIN]), labels.index(answer.headers[END])
         assert begin <= end
     assert any(one.headers[BEGIN] != one.headers[END] for one in answers)
