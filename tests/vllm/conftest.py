@@ -25,5 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         # Its search for kernels asks every attribute of every module for a __dict__.
         "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
+        # Its clients leave their sockets' context to the collector.
+        "ignore:Unclosed context <zmq:ResourceWarning",
     ):
         config.addinivalue_line("filterwarnings", line)

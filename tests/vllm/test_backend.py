@@ -177,7 +177,7 @@ def test_another_runs_version_is_refused(follower: tuple[Any, TinyRun], tmp_path
     (run.body_folder / name).write_bytes((other.body_folder / name).read_bytes())
     with pytest.raises(DeltastoreError) as caught:
         update(engine, version)
-    assert caught.value.kind is Kind.WRONG_BASE
+    assert caught.value.kind is Kind.BROKEN_CHAIN
     assert (generate(engine), digests(engine), engine.get_weight_version()) == before
     assert statuses(engine)[0]["poisoned"] == ""
     (run.body_folder / name).unlink()

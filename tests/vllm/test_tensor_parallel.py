@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deltastore.adapters.vllm.plugin import register
 from tests.vllm.kit import close_engine, start_engine, tiny_qwen3
 from tests.vllm.runs import (
     TinyRun,
@@ -108,6 +109,8 @@ def test_without_the_plugin_the_extension_class_serves(
 ) -> None:
     """An engine core in a process of its own, for which no plugin is loaded, follows through the
     extension class alone, and its parameters are those of the same weights without processes."""
+    register()  # in this process, for the engines that come later; again is harmless
+    register()
     monkeypatch.setenv("VLLM_PLUGINS", "none-of-ours")
     checkpoint = tiny_qwen3(tmp_path / "model", tied=True)
     run = TinyRun(tmp_path, checkpoint)
@@ -118,9 +121,13 @@ def test_without_the_plugin_the_extension_class_serves(
         before = generate(engine)
         for version in (1, 2):
             run.publish()
-            update(engine, version)
+            engine.start_weight_update()
+            engine.update_weights({"update_info": {"version": version}})
+            engine.finish_weight_update(run.label(version))  # nobody else says it to the core
             assert engine.get_weight_version() == run.label(version)
         assert generate(engine) != before
+        (status,) = statuses(engine)
+        assert status["active"]["version"] == 2
         ours = digests(engine)
     finally:
         close_engine(engine)

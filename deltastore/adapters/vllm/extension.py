@@ -1,8 +1,10 @@
 """Where plugins are not loaded the backend is missing: naming a class of this module registers it.
 
 `--worker-extension-cls deltastore.adapters.vllm.extension.WorkerExtension`: every worker imports
-this module before its model loads. It serves engines of one rank, whose engine core shares its
-process with the worker; engines of several ranks need the plugin in their engine core.
+this module before its model loads. It serves engines of one rank only; those of several need the
+plugin in their engine core. Where the engine core has a process of its own its weight version stays
+what the caller of `finish_weight_update` says, and nothing keeps a poisoned engine from serving but
+whoever drives it.
 """
 
 from __future__ import annotations
