@@ -95,6 +95,10 @@ class DenseShadows:
         """Bytes of all shadows."""
         return sum(bits.nbytes for bits in self.arrays.values())
 
+    def begin(self) -> None:
+        """Writing begins: an undo from now on goes back to what the modules hold now."""
+        self._before.clear()
+
     def reload(
         self,
         tensors: Collection[int],
@@ -106,13 +110,11 @@ class DenseShadows:
 
         Args:
             read_tensor: what this process holds of a tensor, in checkpoint shape.
-            undoing: load again those that the last call has loaded, or begun to.
+            undoing: load again those that were loaded since `begin`, or begun to be.
 
         Raises IntegrityError(digest) when undoing ends in other bytes than there were before, or a
         placed tensor was changed by loading what it holds.
         """
-        if not undoing:
-            self._before.clear()
         changed = frozenset(tensors)
         for number, closure in enumerate(self._closures):
             if not changed.intersection(closure.tensors):
@@ -122,8 +124,10 @@ class DenseShadows:
             self._before.setdefault(number, self._digests[number])
             self._load(closure, read_tensor)
             self._digests[number] = self._digest(closure)
-            if undoing and self._digests[number] != self._before[number]:
-                raise self._differs(closure)
+            if undoing:
+                if self._digests[number] != self._before[number]:
+                    raise self._differs(closure)
+                del self._before[number]  # it is as before: what comes next starts from here
 
     def check(self) -> None:
         """IntegrityError(digest) when a module holds other bytes than after it was loaded."""

@@ -116,6 +116,8 @@ class PlacedTarget:
 
     def write_all(self, parts: Sequence[PlacedPart], *, keep: bool) -> None:
         """Pass 2: write the parts in place. Whatever it raises, each knows how far it came."""
+        if self._shadows is not None:
+            self._shadows.begin()  # first: also a write that fails at once is undone to this
         self._threads.each(parts, lambda part: self.write(part, keep=keep), lambda part: part.nnz)
 
     def undo_all(self, parts: Sequence[PlacedPart]) -> None:
@@ -160,6 +162,8 @@ class PlacedTarget:
             for piece in held.pieces():
                 held.memory.write(_filled(held, piece, bits), Journal(keep=False))
 
+        if self._shadows is not None:
+            self._shadows.begin()
         self._threads.each(self._held, fill, lambda held: held.region.elements)
         self.settle(range(len(self._layout)), undoing=False)
 

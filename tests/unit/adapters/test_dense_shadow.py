@@ -218,6 +218,47 @@ def test_a_write_that_fails_before_any_load_loads_nothing() -> None:
     engine.applier.check_whole()
 
 
+def test_a_write_that_fails_anywhere_after_an_update_is_undone() -> None:
+    """CASE R2: what an earlier update has loaded anew is no measure of the undo: after part k
+    fails, for every k, and each load, the modules hold what they held, and nobody is poisoned."""
+    engine = Engine()
+    engine.activate(NEW)
+    newest = state_of(2)
+    blocks = [
+        block
+        for tensor in range(len(LAYOUT))
+        for block in diff_tensor(LAYOUT, tensor, NEW.arrays[tensor], newest.arrays[tensor])
+    ]
+    update = update_of(NEW, newest, blocks, 1, 2)
+    packed = engine.model.packed.clone()
+    write = engine.target.write
+    left = [0]
+
+    def failing(part: Any, *, keep: bool) -> None:
+        if left[0] == 0:
+            raise OSError("no")
+        left[0] -= 1
+        write(part, keep=keep)
+
+    engine.target.write = failing  # type: ignore[method-assign]
+    parts = len(engine.applier.prepare(update).parts)
+    assert parts == len(LAYOUT)
+    for fail_at in (None, 1, 2):
+        for after in range(parts) if fail_at is None else [parts]:
+            left[0] = after
+            engine.model.loads.clear()
+            engine.model.fail_at = fail_at or -1
+            with pytest.raises(ApplyError) as caught:
+                engine.applier.activate(engine.applier.prepare(update))
+            assert caught.value.kind is Kind.ROLLED_BACK
+            assert engine.model.held().equals(NEW)
+            assert torch.equal(integer_view(engine.model.packed), integer_view(packed))
+            engine.applier.check_whole()
+    left[0], engine.model.fail_at = parts, -1
+    engine.applier.activate(engine.applier.prepare(update))
+    assert engine.model.held().equals(newest)
+
+
 def test_an_undo_that_does_not_restore_the_modules_poisons() -> None:
     """CASE R2: if loading the old bits again gives other weights than before, nothing is served."""
     engine = Engine()
