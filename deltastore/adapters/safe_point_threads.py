@@ -1,13 +1,13 @@
 """At a safe point nothing else runs: on one core of many the pause is as many times as long.
 
-Kernels let go of the interpreter, so threads of this process share the work. A thread that fails
-stops nobody: all have ended before anything is raised, so that nothing is written afterwards.
+Kernels let go of the interpreter, so threads of this process share the work. All that have begun
+have ended before anything is raised, and nothing begins afterwards: nothing is written then.
 """
 
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,7 +16,6 @@ from deltastore.errors import InvalidInputError, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,9 +58,17 @@ class Threads:
             return some(shares[0])
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="safe-point")
-        futures = [self._pool.submit(some, share) for share in shares[1:]]
+        begin = _as_the_caller(some)
+        futures: list[Future[list[R]]] = []
         try:
+            for share in shares[1:]:
+                futures.append(Future())
+                self._pool.submit(_settle, futures[-1], begin, share)
             found = some(shares[0])
+        except BaseException:
+            # Also a share whose submission failed can be in the pool's queue: it must not begin.
+            futures = [future for future in futures if not future.cancel()]
+            raise
         finally:
             _wait_for_all(futures)
         return [*found, *(one for future in futures for one in future.result())]
@@ -82,6 +89,35 @@ class Threads:
                 begin = end
         shares.append(items[begin:])
         return shares
+
+
+def _settle(future: Future[R], work: Callable[[T], R], share: T) -> None:
+    """Do a share, unless nobody waits for it any more."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work(share))
+    except BaseException as err:  # noqa: BLE001 - it is raised where its result is asked for
+        future.set_exception(err)
+
+
+def _as_the_caller(work: Callable[[Sequence[T]], list[R]]) -> Callable[[Sequence[T]], list[R]]:
+    """`work` on the caller's device and stream: both are each thread's own.
+
+    On another stream a write could come before what reads the old weights, and its temporaries
+    would be of another pool of memory.
+    """
+    if not torch.accelerator.is_available():
+        return work
+    device = torch.accelerator.current_device_index()
+    stream = torch.accelerator.current_stream()
+
+    def placed(share: Sequence[T]) -> list[R]:
+        torch.accelerator.set_device_index(device)
+        torch.accelerator.set_stream(stream)
+        return work(share)
+
+    return placed
 
 
 def _wait_for_all(futures: Sequence[Future[Any]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -45,18 +47,76 @@ def test_equal_work_is_shared_equally() -> None:
 def test_a_failure_is_raised_after_all_have_ended() -> None:
     """CASE R2: when one share fails, the others are finished before anybody undoes anything."""
     ended: list[int] = []
-    failed = threading.Event()
+    begun, failed = threading.Event(), threading.Event()
 
     def work(item: int) -> None:
         if item == 0:
+            begun.wait(30)
             failed.set()
             raise OSError("first share")
+        begun.set()
         failed.wait(30)
         ended.append(item)
 
     with pytest.raises(OSError, match="first share"):
         Threads(2).each(range(10), work, lambda _: 1)
     assert ended == [5, 6, 7, 8, 9]
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CASE R2: when there is no thread for the third share, which is in the pool's queue already,
+    the second has ended before anything is raised, and the third never begins."""
+    ended: list[int] = []
+    begun, refused = threading.Event(), threading.Event()
+    queued: list[tuple[Any, ...]] = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            queued.append(args)
+            if len(queued) == 2:
+                begun.wait(30)
+                refused.set()
+                raise RuntimeError("can't start new thread")
+            return super().submit(*args, **kwargs)
+
+    def work(item: int) -> None:
+        begun.set()
+        refused.wait(30)
+        ended.append(item)
+
+    monkeypatch.setattr(safe_point_threads, "ThreadPoolExecutor", Pool)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Threads(3).each(range(9), work, lambda _: 1)
+    assert ended == [3, 4, 5]
+    work_item, *arguments = queued[1]
+    work_item(*arguments)  # as a thread of the pool does that finds it in the queue
+    assert ended == [3, 4, 5]
+
+
+def test_threads_work_on_the_callers_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an accelerator every thread takes the caller's device and stream before it works."""
+    taken: dict[int, list[object]] = {}
+
+    def take(what: object) -> None:
+        taken.setdefault(threading.get_ident(), []).append(what)
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: "stream")
+    monkeypatch.setattr(torch.accelerator, "set_device_index", take)
+    monkeypatch.setattr(torch.accelerator, "set_stream", take)
+    here = threading.get_ident()
+    barrier = threading.Barrier(2)
+
+    def work(item: int) -> bool:
+        if item in {0, 5}:
+            barrier.wait(30)
+        return threading.get_ident() == here or taken[threading.get_ident()] == [3, "stream"]
+
+    assert all(Threads(2).each(range(10), work, lambda _: 1))
+    assert len(taken) == 1
 
 
 def test_an_interrupt_while_others_still_write_waits_for_them(
