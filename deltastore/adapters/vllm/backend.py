@@ -30,7 +30,7 @@ from deltastore.adapters.vllm.settings import parse_settings, section_of
 from deltastore.adapters.vllm.versions import find_facts, require_supported
 from deltastore.adapters.vllm.world import agree_on_spool, engine_group
 from deltastore.clock import SystemClock
-from deltastore.errors import ApplyError, IntegrityError, InvalidInputError, Kind
+from deltastore.errors import ApplyError, InvalidInputError, Kind
 from deltastore.events import ActivationFailed, Event, VersionActivated
 from deltastore.repository.run import open_run
 from deltastore.storage.url import open_store, split_run_url
@@ -248,8 +248,9 @@ class DeltastoreEngine(WeightTransferEngine):
             # Once only: later the weights are not the checkpoint's any more.
             try:
                 holdings = find_holdings(model, run.layout, group, settings, self._clock, folder)
-            except IntegrityError as err:
-                self._unfit = f"its weights were changed before it followed: {err.message}"
+            except ApplyError as err:
+                if err.kind is Kind.POISONED:
+                    self._unfit = f"its weights were changed before it followed: {err.message}"
                 raise
         self._rank = EngineRank(
             run,

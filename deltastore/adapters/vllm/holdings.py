@@ -7,6 +7,7 @@ the bytes of the checkpoint that was loaded, and covered over all ranks together
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ from deltastore.adapters.safetensors_scan import scan_checkpoint
 from deltastore.adapters.vllm.reload import Reload
 from deltastore.adapters.vllm.rendezvous import meet
 from deltastore.adapters.vllm.tracing import trace_engine
+from deltastore.errors import ApplyError, IntegrityError, InvalidInputError, Kind
 from deltastore.format.mixing import fingerprint_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -106,27 +108,29 @@ def find_holdings(
 ) -> Holdings:
     """Trace the loader and cover all weights of all ranks. Collective.
 
-    Raises InvalidInputError on every rank alike, naming what is not covered. IntegrityError when
-    tracing or reloading has changed weights: the engine must not serve.
+    Raises InvalidInputError on every rank alike, naming what is not covered, does not fit the
+    checkpoint, or cannot be reloaded: the weights are as they were, and may be served.
+    ApplyError(poisoned) when tracing or reloading has changed weights: the engine must not serve.
     """
     held: list[Holdings] = []
     found: list[LoaderTrace] = []
 
     def trace() -> dict[str, Any]:
-        with model.reader(layout) as reader:
-            traced = trace_engine(model.module, layout)
+        with _refusing(), model.reader(layout) as reader:
+            traced = _traced(model, layout)
             verified = verify_bytes(traced, layout, reader.tensor)
         found.append(verified)
         return {"coverage": json.dumps(local_coverage(verified, layout, model.module))}
 
     parts = [json.loads(one["coverage"]) for one in meet(group, clock, trace)]
-    report = require_coverage(
-        layout,
-        parts,
-        allow_dense=settings.allow_dense,
-        unused=settings.unused,
-        unfilled=settings.unfilled,
-    )
+    with _refusing():
+        report = require_coverage(
+            layout,
+            parts,
+            allow_dense=settings.allow_dense,
+            unused=settings.unused,
+            unfilled=settings.unfilled,
+        )
 
     def build() -> dict[str, Any]:
         trace = demote(found[0], report.dense)
@@ -134,7 +138,7 @@ def find_holdings(
         if trace.dense_only:
             groups = closures(trace, layout)
             reload = model.reload(groups, layout)
-            with model.reader(layout) as reader:
+            with _refusing(), model.reader(layout) as reader:
                 reload.prove(reader.tensor)
                 shadows = DenseShadows(
                     layout,
@@ -170,6 +174,28 @@ def find_holdings(
 
     meet(group, clock, build)
     return held[0]
+
+
+def _traced(model: EngineModel, layout: Layout) -> LoaderTrace:
+    try:
+        return trace_engine(model.module, layout)
+    except IntegrityError as err:
+        raise ApplyError(
+            f"tracing the loader has changed the engine's weights: {err.message}",
+            kind=Kind.POISONED,
+            hint="start the engine again, and do not let it follow",
+        ) from err
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What does not fit, and has touched nothing, is no damage: it is refused as an input."""
+    try:
+        yield
+    except IntegrityError as err:
+        raise InvalidInputError(
+            f"the engine cannot follow this run: {err.message}", kind=err.kind, hint=err.hint
+        ) from err
 
 
 def _document(report: CoverageReport, layout: Layout) -> dict[str, Any]:

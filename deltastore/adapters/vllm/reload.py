@@ -7,7 +7,7 @@ first load, and copied into the live parameters, which stay where they are.
 vLLM's own layerwise reload does the same for all modules at once, but on CPUs it leaves experts
 unpacked, it loses what a loader copies without a parameter's `weight_loader` (gpt-oss), and it
 forgets buffers that were views of a weight before that was packed (Mamba). That a reload ends in
-the bytes of the first load is therefore not taken on trust: `prove_reload` shows it at start.
+the bytes of the first load is therefore not taken on trust: `Reload.prove` shows it at start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from deltastore.adapters.torch_tensors import device_patterns, integer_view, torch_dtype
 from deltastore.adapters.vllm.prepacking import on_cpu, unpacked_weights
 from deltastore.adapters.vllm.tracing import derives_from, loader_form
-from deltastore.errors import IntegrityError, InvalidInputError, Kind
+from deltastore.errors import ApplyError, InvalidInputError, Kind
 from deltastore.format.coverage import list_names
 
 if TYPE_CHECKING:
@@ -95,28 +95,27 @@ class Reload:
         Args:
             read: position -> all patterns of that tensor, flat, as the engine has loaded it.
 
-        Raises IntegrityError(digest): this engine's reload does not end where its first load did.
-        The weights are put back.
+        Raises InvalidInputError(coverage): this engine's reload does not end where its first load
+        did; what the reload itself raises. The weights have been put back. ApplyError(poisoned)
+        when that failed.
         """
         for group in self._groups:
             live = _live(self._model, group.modules)
             before = {name: integer_view(tensor).clone() for name, tensor in live.items()}
-            for tensor in live.values():
-                integer_view(tensor).bitwise_not_()
             try:
+                for tensor in live.values():
+                    integer_view(tensor).bitwise_not_()
                 self([_checkpoint_tensor(self._layout, t, read) for t in group.tensors])
-                changed = [
-                    n for n, t in live.items() if not torch.equal(integer_view(t), before[n])
-                ]
-            except Exception:
+                changed = _changed(live, before)
+            except BaseException:
                 _put_back(live, before)
                 raise
             if changed:
                 _put_back(live, before)
-                raise IntegrityError(
+                raise InvalidInputError(
                     "reloading what was loaded does not give the same weights again, but others"
                     f" in {len(changed)} parameters: {list_names(changed)}",
-                    kind=Kind.DIGEST,
+                    kind=Kind.COVERAGE,
                     hint="this engine cannot bring them up to date; keep them as they are in the"
                     " checkpoint, or run it on another device",
                 )
@@ -259,9 +258,24 @@ def _live(model: torch.nn.Module, modules: Collection[str]) -> dict[str, torch.T
     return dict(once.values())
 
 
+def _changed(live: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, t in live.items() if not torch.equal(integer_view(t), before[name])]
+
+
 def _put_back(live: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
-    for name, tensor in live.items():
-        integer_view(tensor).copy_(before[name])
+    """What was there before, proved; ApplyError(poisoned) when it is not."""
+    try:
+        for name, tensor in live.items():
+            integer_view(tensor).copy_(before[name])
+        changed, cause = _changed(live, before), None
+    except Exception as err:  # noqa: BLE001 - raised below: the weights are in doubt
+        changed, cause = sorted(live), err
+    if changed:
+        raise ApplyError(
+            f"a reload has changed weights that could not be put back: {list_names(changed)}",
+            kind=Kind.POISONED,
+            hint="start the engine again, and do not let it follow",
+        ) from cause
 
 
 def _checkpoint_tensor(
