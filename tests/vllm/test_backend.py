@@ -86,11 +86,16 @@ def test_an_engine_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
 
 
 def test_repacked_experts_are_refused_or_reloaded(tmp_path: Path) -> None:
-    """CASE R8: experts that this engine keeps in another form are found; without allow_dense it is
-    not followed, and serves on; with it the engine equals a fresh one after three versions."""
+    """CASE R2, R8: experts that this engine keeps in another form are found; without allow_dense it
+    is not followed, and serves on; with it the engine equals a fresh one after three versions, of
+    which the third failed at first after part k, for every k, and was undone."""
     checkpoint = tiny_qwen3_moe(tmp_path / "model")
     run = TinyRun(tmp_path, checkpoint)
-    engine = start_engine(checkpoint, **run.arguments())
+    engine = start_engine(
+        checkpoint,
+        **run.arguments(),
+        worker_extension_cls="tests.vllm.worker_probe.WorkerProbe",
+    )
     try:
         before = generate(engine), digests(engine)
         with pytest.raises(DeltastoreError, match="cannot be written in place") as caught:
@@ -101,14 +106,31 @@ def test_repacked_experts_are_refused_or_reloaded(tmp_path: Path) -> None:
         (status,) = statuses(engine)
         assert status["dense_share"] > 0.05
         assert status["shadow_bytes"] > 0
-        for version in range(1, 4):
+        for version in range(1, 3):
             run.publish()
             update(engine, version)
+        undone_after_every_part(engine, run.publish())
+        update(engine, 3)
         ours = served(engine)
     finally:
         close_engine(engine)
         run.close()
     assert ours == served_by_a_fresh_one(run, 3)
+
+
+def undone_after_every_part(engine: Any, version: int) -> None:
+    """An update that fails after part k, for every k, leaves all runtime bytes as they were."""
+    until_staged(engine, version)
+    before = digests(engine)
+    (parts,) = engine.collective_rpc("probe_parts")
+    assert parts > 0
+    for after in range(parts):
+        engine.collective_rpc("probe_writes", args=(after, 0))
+        with pytest.raises(DeltastoreError) as caught:
+            update(engine, version)
+        assert caught.value.kind is Kind.ROLLED_BACK
+        assert digests(engine) == before
+    engine.collective_rpc("probe_writes", args=(-1, 0))
 
 
 @pytest.fixture(scope="module")
