@@ -17,7 +17,7 @@ import torch
 from deltastore.adapters.float_casts import narrow_exact, widen
 from deltastore.adapters.torch_tensors import device_patterns
 from deltastore.errors import IntegrityError, Kind
-from deltastore.format.fingerprint import Fingerprint
+from deltastore.format.fingerprint import ZERO, Fingerprint
 from deltastore.format.kernels_base import frozen
 from deltastore.format.kernels_fingerprint import (
     HIGH_KEYS,
@@ -36,11 +36,15 @@ from deltastore.format.kernels_placed import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from deltastore.format.dtypes import Bits, DType
 
-HOST_PIECE_ELEMENTS = 1 << 22
+PIECE_ELEMENTS = 1 << 22
+HOST_RUN_ELEMENTS = 1 << 16
+"""They stay in a processor's cache. On a device a piece costs some forty launches: it is large."""
 DEVICE_BYTES_PER_ELEMENT = 96
 """What the torch operations of one piece allocate at most, per element."""
 _MASK = (1 << 64) - 1
@@ -98,11 +102,21 @@ class LiveMemory(Protocol):
     piece_elements: int
     """Most elements in one piece."""
 
-    def change(self, piece: Piece) -> Fingerprint:
-        """What writing the piece would add to the fingerprint; IntegrityError(fingerprint)."""
+    @property
+    def run_elements(self) -> int:
+        """Most elements in one piece that is made when it is needed: of dense blocks, of wholes."""
         ...
 
-    def fingerprint(self, piece: Piece) -> Fingerprint:
+    @property
+    def on_host(self) -> bool:
+        """Whether this process's own threads do the work."""
+        ...
+
+    def change(self, pieces: Iterable[Piece]) -> Fingerprint:
+        """What writing the pieces would add to the fingerprint; IntegrityError(fingerprint)."""
+        ...
+
+    def fingerprint(self, pieces: Iterable[Piece]) -> Fingerprint:
         """Of what is there now; IntegrityError(fingerprint)."""
         ...
 
@@ -129,14 +143,19 @@ class HostMemory:
     A kernel raises nothing, and no exception can come between its writes and its count.
     """
 
-    piece_elements = HOST_PIECE_ELEMENTS
+    piece_elements = PIECE_ELEMENTS
+    run_elements = HOST_RUN_ELEMENTS
+    on_host = True
 
     def __init__(self, bits: Bits) -> None:
         self._bits = bits
         self.size = int(bits.size)
 
-    def change(self, piece: Piece) -> Fingerprint:
-        """What writing the piece would add to the fingerprint."""
+    def change(self, pieces: Iterable[Piece]) -> Fingerprint:
+        """What writing the pieces would add to the fingerprint."""
+        return _sum(map(self._change, pieces))
+
+    def _change(self, piece: Piece) -> Fingerprint:
         low, high = change_at(
             self._bits,
             piece.offsets,
@@ -148,8 +167,11 @@ class HostMemory:
         )
         return Fingerprint(int(low), int(high))
 
-    def fingerprint(self, piece: Piece) -> Fingerprint:
+    def fingerprint(self, pieces: Iterable[Piece]) -> Fingerprint:
         """Of what is there now."""
+        return _sum(map(self._fingerprint, pieces))
+
+    def _fingerprint(self, piece: Piece) -> Fingerprint:
         if piece.run:
             run = self._bits[piece.base : piece.base + piece.offsets.size]
             low, high = mix_run(frozen(run), piece.first)
@@ -189,7 +211,10 @@ class HostMemory:
 class DeviceMemory:
     """Patterns on any torch device, of the layout's dtype or as FP32 that holds them widened.
 
-    All index math is int64, all patterns are integers. Temporaries stay below `scratch_bytes`.
+    All index math is int64, all patterns are integers. Temporaries stay below `scratch_bytes`, but
+    for pieces of at least 2^10 elements. A sum over pieces waits for the device once, at its end;
+    so does every piece where FP32 must be proved to hold nothing but widenings, and every piece
+    whose old bits are kept: those go to the host.
 
     Args:
         flat: one-dimensional integer view of live memory (int32 of FP32 where widened).
@@ -206,10 +231,23 @@ class DeviceMemory:
         self._widened = widened
         self.size = flat.numel()
         most = scratch_bytes // DEVICE_BYTES_PER_ELEMENT
-        self.piece_elements = min(max(most, 1 << 10), HOST_PIECE_ELEMENTS)
+        self.piece_elements = min(max(most, 1 << 10), PIECE_ELEMENTS)
 
-    def change(self, piece: Piece) -> Fingerprint:
-        """What writing the piece would add to the fingerprint."""
+    @property
+    def run_elements(self) -> int:
+        """All that the scratch memory has room for."""
+        return self.piece_elements
+
+    @property
+    def on_host(self) -> bool:
+        """Whether this process's own threads do the work."""
+        return self._flat.device.type == "cpu"
+
+    def change(self, pieces: Iterable[Piece]) -> Fingerprint:
+        """What writing the pieces would add to the fingerprint."""
+        return self._point(map(self._change, pieces))
+
+    def _change(self, piece: Piece) -> torch.Tensor:
         old = self._patterns(self._live(piece))
         new = self._given(piece)
         if not piece.absolute:
@@ -217,11 +255,23 @@ class DeviceMemory:
         elements = self._elements(piece)
         return _difference(elements, _zero_extended(old), _zero_extended(new))
 
-    def fingerprint(self, piece: Piece) -> Fingerprint:
+    def fingerprint(self, pieces: Iterable[Piece]) -> Fingerprint:
         """Of what is there now."""
+        return self._point(map(self._fingerprint, pieces))
+
+    def _fingerprint(self, piece: Piece) -> torch.Tensor:
         bits = _zero_extended(self._patterns(self._live(piece)))
-        low, high = _mix(self._elements(piece), bits)
-        return _point(low.sum(), high.sum())
+        elements = self._elements(piece)
+        low = _lane(elements, bits, LOW_KEYS, LOW_SHIFTS).sum()
+        return torch.stack((low, _lane(elements, bits, HIGH_KEYS, HIGH_SHIFTS).sum()))
+
+    def _point(self, changes: Iterable[torch.Tensor]) -> Fingerprint:
+        """The sum of both lanes of all pieces, added up on the device."""
+        total = torch.zeros(2, dtype=torch.int64, device=self._flat.device)
+        for change in changes:
+            total += change
+        low, high = total.tolist()
+        return Fingerprint(low & _MASK, high & _MASK)
 
     def read(self, piece: Piece) -> Bits:
         """A copy of the patterns that are there."""
@@ -260,7 +310,7 @@ class DeviceMemory:
 
     def finish(self) -> None:
         """Wait for the device."""
-        if self._flat.device.type != "cpu":
+        if not self.on_host:
             torch.accelerator.synchronize(self._flat.device)
 
     def _live(self, piece: Piece) -> torch.Tensor:
@@ -329,20 +379,14 @@ def _lane(
     return x
 
 
-def _mix(elements: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        _lane(elements, bits, LOW_KEYS, LOW_SHIFTS),
-        _lane(elements, bits, HIGH_KEYS, HIGH_SHIFTS),
-    )
-
-
-def _difference(elements: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Fingerprint:
-    low = _lane(elements, new, LOW_KEYS, LOW_SHIFTS) - _lane(elements, old, LOW_KEYS, LOW_SHIFTS)
+def _difference(elements: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    low = _lane(elements, new, LOW_KEYS, LOW_SHIFTS)
+    low -= _lane(elements, old, LOW_KEYS, LOW_SHIFTS)
+    low = low.sum()
     high = _lane(elements, new, HIGH_KEYS, HIGH_SHIFTS)
     high -= _lane(elements, old, HIGH_KEYS, HIGH_SHIFTS)
-    return _point(low.sum(), high.sum())
+    return torch.stack((low, high.sum()))
 
 
-def _point(low: torch.Tensor, high: torch.Tensor) -> Fingerprint:
-    both = torch.stack((low, high)).tolist()
-    return Fingerprint(both[0] & _MASK, both[1] & _MASK)
+def _sum(changes: Iterable[Fingerprint]) -> Fingerprint:
+    return sum(changes, ZERO)

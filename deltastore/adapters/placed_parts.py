@@ -3,15 +3,15 @@
 A *held region* is a region of a tensor with the window of memory that it lies in. `part_of` gives
 what of a block meets it. Where a region is a run and lies in memory as one, a sparse block's own
 indices are the offsets, and nothing is allocated; elsewhere a change costs an offset, an element
-and a value (10 bytes in BF16). Dense blocks are located again at every pass, 2^16 elements at a
-time, for their offsets would be larger than they are.
+and a value (10 bytes in BF16). Dense blocks are located again at every pass, a
+piece at a time, for their offsets would be larger than they are.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy as np
 from deltastore.adapters.live_memory import Journal, Piece
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.block import ValueKind
-from deltastore.format.fingerprint import ZERO
 from deltastore.format.kernels_base import Array, frozen
 from deltastore.format.kernels_placed import locate_count, locate_fill, walk
 
@@ -34,8 +33,11 @@ if TYPE_CHECKING:
     from deltastore.format.fingerprint import Fingerprint
     from deltastore.format.layout import TensorSpec
 
-DENSE_PIECE_ELEMENTS = 1 << 16
-_COUNTING = frozen(np.arange(DENSE_PIECE_ELEMENTS, dtype=np.uint32))
+
+@cache
+def _counting(count: int) -> NDArray[np.uint32]:
+    """0, 1, 2, …: one array per length of piece, of which a process has two."""
+    return frozen(np.arange(count, dtype=np.uint32))
 
 
 class HeldRegion:
@@ -87,11 +89,11 @@ class HeldRegion:
     def pieces(self) -> Iterator[Piece]:
         """All its elements, in its own order, without values."""
         region = self.region
-        most = min(self.memory.piece_elements, DENSE_PIECE_ELEMENTS)
+        most = self.memory.run_elements
         if self.linear:
             first = self.spec.first_element + region.offset
             for begin in range(0, region.elements, most):
-                some = _COUNTING[: min(most, region.elements - begin)]
+                some = _counting(most)[: min(most, region.elements - begin)]
                 yield Piece(some, begin, some, first + begin, run=True)
             return
         for begin in range(0, region.elements, most):
@@ -103,10 +105,7 @@ class HeldRegion:
 
     def fingerprint(self) -> Fingerprint:
         """Of all its elements, as they are now."""
-        total = ZERO
-        for piece in self.pieces():
-            total = total + self.memory.fingerprint(piece)
-        return total
+        return self.memory.fingerprint(self.pieces())
 
     def part_of(self, block: Block) -> PlacedPart | None:
         """What of the block meets the region; None when nothing does."""
@@ -188,11 +187,7 @@ class PlacedPart:
 
     def change(self) -> Fingerprint:
         """What writing it would add to the fingerprint."""
-        memory = self.held.memory
-        total = memory.change(self.piece(0))
-        for number in range(1, self.count):
-            total = total + memory.change(self.piece(number))
-        return total
+        return self.held.memory.change(map(self.piece, range(self.count)))
 
     def write(self, *, keep: bool) -> None:
         """Write all of it."""
@@ -262,7 +257,7 @@ class DensePart(PlacedPart):
         self._block = block
         self._low = low
         self._high = high
-        self._most = min(held.memory.piece_elements, DENSE_PIECE_ELEMENTS)
+        self._most = held.memory.run_elements
         self._straight = held.linear and block.box.flat
         self._nnz = high - low if self._straight else self._counted()
 
@@ -287,7 +282,7 @@ class DensePart(PlacedPart):
         held, block = self.held, self._block
         values = frozen(block.values[begin:end])
         if self._straight:
-            some = _COUNTING[: end - begin]
+            some = _counting(self._most)[: end - begin]
             start = block.box.start[0] + begin
             first = held.spec.first_element + start
             base = start - held.region.offset

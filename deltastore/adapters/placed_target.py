@@ -7,7 +7,7 @@ their shadows (`dense_shadow.py`), from which they are loaded anew.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from deltastore.format.coverage import list_names
 from deltastore.format.fingerprint import ZERO
 from deltastore.format.kernels_base import frozen
 from deltastore.format.layout import require_same_layout
-from deltastore.pipeline.rank_target import UnheldTensors
+from deltastore.pipeline.rank_target import SCRATCH_MAX_BYTES, UnheldTensors
 from deltastore.pipeline.tally import empty_tally, shape_digest
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from deltastore.format.layout import BitState, Layout, TensorSpec
     from deltastore.pipeline.tally import Tally
 
-SCRATCH_MAX_BYTES = 64 << 20
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class PlacedTarget:
@@ -49,7 +50,7 @@ class PlacedTarget:
         unused: positions of the layout that this process does not hold.
         unused_fingerprint: of a tensor as the engine was loaded: asked for those that no process
             of the engine holds.
-        scratch_max_bytes: of temporaries on the tensors' device.
+        scratch_max_bytes: of temporaries in torch: of one thread on a device, of all on the host.
         threads: that work on host memory at a safe point; None: one per processor that the calling
             thread may run on, 8 at most.
 
@@ -69,7 +70,7 @@ class PlacedTarget:
         threads: int | None = None,
     ) -> None:
         self._threads = Threads(threads)
-        scratch_bytes = scratch_max_bytes // self._threads.count
+        self._caller = Threads(1)
         self._layout = layout
         self._shadows = shadows
         self._held: list[HeldRegion] = []
@@ -77,7 +78,7 @@ class PlacedTarget:
         self.unheld = UnheldTensors(unused, unused_fingerprint)
         for placement in placements:
             spec = _spec(layout, placement.region)
-            memory, strides = _window(placement, spec, scratch_bytes)
+            memory, strides = _window(placement, spec, scratch_max_bytes, self._threads.count)
             self._hold(placement.region, spec, memory, strides)
         for tensor, bits in ({} if shadows is None else shadows.arrays).items():
             spec = layout.tensors[tensor]
@@ -106,7 +107,7 @@ class PlacedTarget:
 
     def tally(self, parts: Sequence[PlacedPart], tensors: Sequence[int]) -> Tally:
         """Pass 1, read only: the change of every region that it holds of `tensors`."""
-        found = self._threads.each(parts, PlacedPart.change, lambda part: part.nnz)
+        found = self._each_part(parts, PlacedPart.change)
         changes: dict[int, Fingerprint] = {}
         for part, change in zip(parts, found, strict=True):
             number = part.held.number
@@ -118,7 +119,7 @@ class PlacedTarget:
         """Pass 2: write the parts in place. Whatever it raises, each knows how far it came."""
         if self._shadows is not None:
             self._shadows.begin()  # first: also a write that fails at once is undone to this
-        self._threads.each(parts, lambda part: self.write(part, keep=keep), lambda part: part.nnz)
+        self._each_part(parts, lambda part: self.write(part, keep=keep))
 
     def undo_all(self, parts: Sequence[PlacedPart]) -> None:
         """Undo what was written of the parts: all, some, or nothing."""
@@ -145,7 +146,7 @@ class PlacedTarget:
     def whole(self) -> Tally:
         """One pass over all that this process holds."""
         held = self._held
-        found = self._threads.each(held, HeldRegion.fingerprint, lambda one: one.region.elements)
+        found = self._each_region(held, HeldRegion.fingerprint)
         return self._rows(held, found)
 
     def check_derived(self) -> None:
@@ -164,7 +165,7 @@ class PlacedTarget:
 
         if self._shadows is not None:
             self._shadows.begin()
-        self._threads.each(self._held, fill, lambda held: held.region.elements)
+        self._each_region(self._held, fill)
         self.settle(range(len(self._layout)), undoing=False)
 
     @torch.no_grad()
@@ -181,6 +182,26 @@ class PlacedTarget:
                 at = piece.elements.astype("i8") + (piece.first - spec.first_element)
                 flat[at] = held.memory.read(piece)
         return bits.view(torch_dtype(spec.dtype)).reshape(spec.shape)
+
+    def _each_part(self, parts: Sequence[PlacedPart], work: Callable[[PlacedPart], R]) -> list[R]:
+        return self._each(parts, work, lambda part: part.held, lambda part: part.nnz)
+
+    def _each_region(self, held: Sequence[HeldRegion], work: Callable[[HeldRegion], R]) -> list[R]:
+        return self._each(held, work, lambda one: one, lambda one: one.region.elements)
+
+    def _each(
+        self,
+        items: Sequence[T],
+        work: Callable[[T], R],
+        held_of: Callable[[T], HeldRegion],
+        weight: Callable[[T], int],
+    ) -> list[R]:
+        """Threads share what lies on the host; a device gets its work from this one alone."""
+        found: dict[int, R] = {}
+        for threads, on_host in ((self._caller, False), (self._threads, True)):
+            at = [n for n, one in enumerate(items) if held_of(one).memory.on_host is on_host]
+            found |= zip(at, threads.each([items[n] for n in at], work, weight), strict=True)
+        return [found[n] for n in range(len(items))]
 
     def _hold(
         self, region: Region, spec: TensorSpec, memory: LiveMemory, strides: tuple[int, ...]
@@ -241,7 +262,7 @@ def _spec(layout: Layout, region: Region) -> TensorSpec:
 
 
 def _window(
-    placement: Placement, spec: TensorSpec, scratch_max_bytes: int
+    placement: Placement, spec: TensorSpec, scratch_max_bytes: int, threads: int
 ) -> tuple[LiveMemory, tuple[int, ...]]:
     """The memory that a placement lies in, and its strides there."""
     named = placement.parameter
@@ -272,8 +293,9 @@ def _window(
     flat = patterns.as_strided((size,), (1,), patterns.storage_offset())
     if on_host(flat) and not widened:
         return HostMemory(flat.numpy().view(spec.dtype.bits_dtype)), strides
+    scratch_bytes = scratch_max_bytes // (threads if flat.device.type == "cpu" else 1)
     memory = DeviceMemory(
-        flat, spec.dtype, name=named, widened=widened, scratch_bytes=scratch_max_bytes
+        flat, spec.dtype, name=named, widened=widened, scratch_bytes=scratch_bytes
     )
     return memory, strides
 

@@ -26,7 +26,8 @@ MIN_WEIGHT = 1 << 15
 
 
 class Threads:
-    """The threads of one target. They are started when there is enough work for two.
+    """The threads of one target, for its host memory: a device shares its work itself, and a
+    thread's device and stream are its own. They are started when there is enough work for two.
 
     Args:
         count: None: one per processor that the calling thread may run on, 8 at most.
@@ -58,12 +59,11 @@ class Threads:
             return some(shares[0])
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="safe-point")
-        begin = _as_the_caller(some)
         futures: list[Future[list[R]]] = []
         try:
             for share in shares[1:]:
                 futures.append(Future())
-                self._pool.submit(_settle, futures[-1], begin, share)
+                self._pool.submit(_settle, futures[-1], some, share)
             found = some(shares[0])
         except BaseException:
             # Also a share whose submission failed can be in the pool's queue: it must not begin.
@@ -99,25 +99,6 @@ def _settle(future: Future[R], work: Callable[[T], R], share: T) -> None:
         future.set_result(work(share))
     except BaseException as err:  # noqa: BLE001 - it is raised where its result is asked for
         future.set_exception(err)
-
-
-def _as_the_caller(work: Callable[[Sequence[T]], list[R]]) -> Callable[[Sequence[T]], list[R]]:
-    """`work` on the caller's device and stream: both are each thread's own.
-
-    On another stream a write could come before what reads the old weights, and its temporaries
-    would be of another pool of memory.
-    """
-    if not torch.accelerator.is_available():
-        return work
-    device = torch.accelerator.current_device_index()
-    stream = torch.accelerator.current_stream()
-
-    def placed(share: Sequence[T]) -> list[R]:
-        torch.accelerator.set_device_index(device)
-        torch.accelerator.set_stream(stream)
-        return work(share)
-
-    return placed
 
 
 def _wait_for_all(futures: Sequence[Future[Any]]) -> None:

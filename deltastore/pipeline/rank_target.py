@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from deltastore.format.layout import BitState, Layout
     from deltastore.pipeline.tally import Sums, Tally
 
+SCRATCH_MAX_BYTES = 256 << 20
+"""Room for pieces of 2^21 elements in int64: in smaller ones a device waits for launches."""
+
 
 class Part(Protocol):
     """The changes of one block that meet one region that this process holds."""

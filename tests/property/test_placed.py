@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from unittest import mock
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltastore.adapters import live_memory, placed_parts, placed_target
+from deltastore.adapters import live_memory, placed_target
 from deltastore.chain.apply import apply_blocks
 from deltastore.chain.compose import compose
-from deltastore.format.kernels_base import frozen
 from deltastore.testing.strategies import layouts, states, updates
 from tests.property.test_composites import deltas
 from tests.unit.adapters.placed_kit import SPLITS, STORAGES, Engine, Plan, point, update_of
@@ -62,10 +60,8 @@ def test_an_update_of_placed_weights_equals_one_on_the_host(data):
     apply_blocks(expected, blocks)
     plan = data.draw(plans(layout))
     make = data.draw(st.sampled_from([placed_target.PlacedTarget, OnDevice]))
-    counting = frozen(np.arange(SMALL_PIECE, dtype=np.uint32))
     with (
-        mock.patch.object(placed_parts, "DENSE_PIECE_ELEMENTS", SMALL_PIECE),
-        mock.patch.object(placed_parts, "_COUNTING", counting),
+        mock.patch.object(live_memory.HostMemory, "run_elements", SMALL_PIECE),
     ):
         engine = Engine.start(plan, base, make=make)
         found = engine.activate(update_of(base, expected, blocks))
@@ -93,10 +89,8 @@ def test_a_failure_anywhere_leaves_the_base(data):
     apply_blocks(expected, blocks)
     plan = data.draw(plans(layout))
     make = data.draw(st.sampled_from([placed_target.PlacedTarget, OnDevice]))
-    counting = frozen(np.arange(SMALL_PIECE, dtype=np.uint32))
     with (
-        mock.patch.object(placed_parts, "DENSE_PIECE_ELEMENTS", SMALL_PIECE),
-        mock.patch.object(placed_parts, "_COUNTING", counting),
+        mock.patch.object(live_memory.HostMemory, "run_elements", SMALL_PIECE),
     ):
         engine = Engine.start(plan, base, make=make)
         update = update_of(base, expected, blocks)

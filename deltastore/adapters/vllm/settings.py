@@ -20,6 +20,7 @@ from deltastore.config import FollowerSettings, require
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.key_files import parse_trusted_keys
 from deltastore.ids import check_name
+from deltastore.pipeline.rank_target import SCRATCH_MAX_BYTES
 from deltastore.storage.url import split_run_url
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from deltastore.format.signing import TrustedKeys
 
 SECTION = "deltastore"
-SCRATCH_MAX_BYTES = 64 << 20
 STAGERS = ("own", "shared")
 SERVER_KEYS = frozenset(
     {
@@ -60,7 +60,8 @@ class EngineSettings:
         unused, unfilled: patterns of checkpoint tensors that the engine does not load, and of
             parameters that no checkpoint tensor fills.
         stage_max_bytes: of updates in the spool, when this engine starts the stager.
-        scratch_max_bytes: of memory for old bits on the parameters' device.
+        scratch_max_bytes: of memory for temporaries on the parameters' device, kept aside from the
+            start; old bits are kept on the host.
         full_check_every_versions: activations between proofs of all live weights.
         vote_timeout_s: how long a rank waits for the others before it takes itself out.
         stage_wait_s: how long an update waits for a version that is not staged yet.

@@ -57,17 +57,17 @@ def test_torch_does_what_the_kernels_do(dtype: DType, kind: str) -> None:
         "run": lambda: _run(dtype),
         "int64": lambda: _piece(dtype, absolute=False, numbers=np.int64),
     }[kind]()
-    assert host.change(piece) == device.change(piece)
-    assert host.fingerprint(piece) == device.fingerprint(piece)
+    assert host.change([piece]) == device.change([piece])
+    assert host.fingerprint([piece]) == device.fingerprint([piece])
     assert np.array_equal(host.read(piece), device.read(piece))
-    before, change, old = first.copy(), host.change(piece), host.fingerprint(piece)
+    before, change, old = first.copy(), host.change([piece]), host.fingerprint([piece])
     journals = Journal(), Journal()
     for memory, journal in zip((host, device), journals, strict=True):
         memory.write(piece, journal)
         assert journal.done[0] == 1
     assert not np.array_equal(first, before)
     assert np.array_equal(first, second)
-    assert host.fingerprint(piece) == old + change
+    assert host.fingerprint([piece]) == old + change
     for memory, journal in zip((host, device), journals, strict=True):
         memory.undo(piece, journal)
         assert journal.done[0] == 0

@@ -95,30 +95,6 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_to_write(
     assert ended == [3, 4, 5]
 
 
-def test_threads_work_on_the_callers_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an accelerator every thread takes the caller's device and stream before it works."""
-    taken: dict[int, list[object]] = {}
-
-    def take(what: object) -> None:
-        taken.setdefault(threading.get_ident(), []).append(what)
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: "stream")
-    monkeypatch.setattr(torch.accelerator, "set_device_index", take)
-    monkeypatch.setattr(torch.accelerator, "set_stream", take)
-    here = threading.get_ident()
-    barrier = threading.Barrier(2)
-
-    def work(item: int) -> bool:
-        if item in {0, 5}:
-            barrier.wait(30)
-        return threading.get_ident() == here or taken[threading.get_ident()] == [3, "stream"]
-
-    assert all(Threads(2).each(range(10), work, lambda _: 1))
-    assert len(taken) == 1
-
-
 def test_an_interrupt_while_others_still_write_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
