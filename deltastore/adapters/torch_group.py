@@ -1,7 +1,8 @@
 """A vote over the group that forward passes use would end them when it fails: it has its own.
 
 All ranks of an engine as a Group, over gloo on the loopback device: an engine's ranks are on one
-host. Gloo gives a group up after one failed exchange, so `renew` makes another one. Rank 0 numbers
+host. Gloo gives a group up after one failed exchange, so `renew` makes another one; a new group has
+not met yet, so that a first meeting that fails leaves a group which all can renew. Rank 0 numbers
 the meetings and says in the store which are called and which are over, so that ranks that failed
 differently often still find each other.
 """
@@ -30,14 +31,12 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 class TorchGroup:
-    """Some processes of torch's default group.
+    """Some processes of torch's default group; `renew` it before the first exchange.
 
     Args:
         store: that all ranks share.
         name: in the store; the same on every rank, and of this group alone.
         timeout_s: of every exchange, and of meeting the others.
-
-    Raises ApplyError(vote_timeout) when the others do not come to meet it.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class TorchGroup:
         self._gloo: Any = None
         self.rank = rank
         self.size = size
-        self.renew()
 
     @classmethod
     def of(cls, ranks: Sequence[int], *, timeout_s: float) -> TorchGroup:
@@ -142,9 +140,9 @@ class TorchGroup:
         """Everyone's bytes; all have one length."""
         if self._gloo is None:
             raise ApplyError(
-                "an exchange with the other ranks has failed before",
+                "the ranks have not met, or an exchange has failed since",
                 kind=Kind.VOTE_TIMEOUT,
-                hint="all ranks re-anchor together, or the engine is started again",
+                hint="all ranks initialise or re-anchor together, or the engine is started again",
             )
         own = torch.frombuffer(message, dtype=torch.uint8)
         given = [torch.empty_like(own) for _ in range(self.size)]

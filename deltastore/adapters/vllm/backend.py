@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from deltastore.repository.run import Run
 
 _log = logging.getLogger(__name__)
+WEIGHTS = "weights"
+MEMORY = frozenset({WEIGHTS, "kv_cache"})
+"""What vLLM calls the parts of an engine's memory that sleep and wake up apart."""
 
 
 @dataclass
@@ -92,7 +95,8 @@ class DeltastoreEngine(WeightTransferEngine):
         self._rank: EngineRank | None = None
         self._child: ChildStager | None = None
         self._holdings: Holdings | None = None
-        self._asleep = 0
+        self._level = 0
+        self._asleep: frozenset[str] = frozenset()
         self._unfit = ""
         self.errors_are_answers = False  # see rank_call.py; the engine core's calls set it
         self._store: Any = None
@@ -107,7 +111,9 @@ class DeltastoreEngine(WeightTransferEngine):
         Raises InvalidInputError when the engine cannot follow the run, and says why.
         """
         settings = parse_settings(self._section, init_info.settings)
-        if self._rank is not None:
+        group = self._met(settings)
+        follows = {"follows": self._rank is not None}
+        if all(one["follows"] for one in meet(group, self._clock, lambda: follows)):
             if init_info.settings and settings != self._settings:
                 raise InvalidInputError(
                     "the engine follows a run already, with other settings",
@@ -115,11 +121,11 @@ class DeltastoreEngine(WeightTransferEngine):
                     hint="shut the weight transfer engine down first, or start another engine",
                 )
             return
+        self.shutdown()  # the last beginning may have ended well on this rank alone
         with set_current_vllm_config(self.vllm_config), self._scratch.lent():
             try:
-                self._begin(settings)
+                self._begin(settings, group)
             except BaseException:
-                self._remember_doubt()
                 self.shutdown()
                 raise
             self._unfit = ""
@@ -128,9 +134,9 @@ class DeltastoreEngine(WeightTransferEngine):
         """Refuse where an update would not end well: ApplyError(poisoned, not_staged)."""
         rank = self._following()
         rank.require_sound()
-        if self._asleep:
+        if WEIGHTS in self._asleep:
             raise ApplyError(
-                f"the engine sleeps (level {self._asleep}): its weights are not there",
+                f"the engine sleeps (level {self._level}): its weights are not there",
                 kind=Kind.NOT_STAGED,
                 hint="wake it up first; after level 2 re-anchor it",
             )
@@ -151,7 +157,8 @@ class DeltastoreEngine(WeightTransferEngine):
         """Nothing is left to do: an update is whole when it returns."""
 
     def shutdown(self) -> None:
-        """Stop following; the weights stay what they are."""
+        """Stop following; the weights stay what they are, and in doubt if they are."""
+        self._remember_doubt()
         rank, self._rank = self._rank, None
         child, self._child = self._child, None
         store, self._store = self._store, None
@@ -164,9 +171,9 @@ class DeltastoreEngine(WeightTransferEngine):
 
     def re_anchor(self) -> None:
         """Write the newest version whole, from the bucket. Collective; only while paused."""
-        if self._asleep:
+        if WEIGHTS in self._asleep:
             raise ApplyError(
-                f"the engine sleeps (level {self._asleep})",
+                f"the engine sleeps (level {self._level})",
                 kind=Kind.NOT_STAGED,
                 hint="wake its weights up first",
             )
@@ -196,18 +203,22 @@ class DeltastoreEngine(WeightTransferEngine):
             "shadow_bytes": 0 if holdings is None else holdings.shadow_bytes,
             "scratch_bytes": 0 if settings is None else settings.scratch_max_bytes,
             "last_pause_s": None if rank is None else rank.last_pause_s,
+            "asleep": bool(self._asleep),
         }
 
     def fell_asleep(self, level: int = 1) -> None:
         """The engine sleeps: its weights are elsewhere, or after level 2 nowhere."""
-        self._asleep = level
+        self._level, self._asleep = level, MEMORY
         if level >= 2 and self._rank is not None:
             self._rank.doubt(f"the weights were discarded by sleep level {level}")
 
     def woke_up(self, tags: list[str] | None = None) -> None:
-        """The engine's weights are there again, unless it says that something else is."""
-        if tags is None or "weights" in tags:
-            self._asleep = 0
+        """That memory of the engine is there again; None: all of it."""
+        self._asleep = frozenset() if tags is None else self._asleep.difference(tags)
+
+    def let_go(self, tags: tuple[str, ...]) -> None:
+        """That memory of the engine was given up while it is awake."""
+        self._level, self._asleep = max(1, self._level), self._asleep.union(tags)
 
     def _following(self) -> EngineRank:
         if self._rank is None:
@@ -223,7 +234,11 @@ class DeltastoreEngine(WeightTransferEngine):
         if self._rank is not None and self._rank.poisoned:
             self._unfit = self._rank.poisoned
 
-    def _begin(self, settings: EngineSettings) -> None:
+    def _met(self, settings: EngineSettings) -> Group:
+        """All ranks, met anew: what one of them missed in a call before is forgotten. Collective.
+
+        Raises ApplyError(vote_timeout) when one does not come; the next call meets it again.
+        """
         group = self._group = self._group or engine_group(settings.vote_timeout_s)
         if group.size > 1 and not self.errors_are_answers:
             raise InvalidInputError(
@@ -231,6 +246,10 @@ class DeltastoreEngine(WeightTransferEngine):
                 kind=Kind.SETTING,
                 hint="let VLLM_PLUGINS name deltastore; the extension class alone serves one rank",
             )
+        group.renew()
+        return group
+
+    def _begin(self, settings: EngineSettings, group: Group) -> None:
         engine, folder = agree_on_spool(group, self._clock, self.vllm_config, settings)
         opened: list[tuple[Run, EngineModel]] = []
 
@@ -239,9 +258,6 @@ class DeltastoreEngine(WeightTransferEngine):
             return {}
 
         meet(group, self._clock, open_all)
-        if group.rank == 0 and settings.stager == "own":
-            self._child = ChildStager(settings, folder, self._clock)
-            self._child.start()
         run, model = opened[0]
         holdings = self._holdings
         if holdings is None or holdings.layout != run.layout:
@@ -252,6 +268,14 @@ class DeltastoreEngine(WeightTransferEngine):
                 if err.kind is Kind.POISONED:
                     self._unfit = f"its weights were changed before it followed: {err.message}"
                 raise
+
+        def stage() -> Answer:
+            if group.rank == 0 and settings.stager == "own":
+                self._child = ChildStager(settings, folder, self._clock)
+                self._child.start()
+            return {}
+
+        meet(group, self._clock, stage)
         self._rank = EngineRank(
             run,
             holdings.target,

@@ -9,6 +9,7 @@ long, or can fail without weights, is met around (`rendezvous.py`) before the fi
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from deltastore.adapters.vllm.answers import point_of, point_row, spooled_of, spooled_row
@@ -18,13 +19,14 @@ from deltastore.adapters.vllm.whole_spool import WholeSpool, map_whole
 from deltastore.errors import ApplyError, DeltastoreError, FormatError, IntegrityError, Kind
 from deltastore.events import discard
 from deltastore.pipeline.history import locate
-from deltastore.pipeline.rank_applier import RankApplier, whole_fingerprint
+from deltastore.pipeline.rank_applier import RankApplier
+from deltastore.pipeline.rank_whole import NO_VERSION, joined_whole, own_whole
 from deltastore.pipeline.replay import replay
 from deltastore.pipeline.stager_rank import StagedFeed
 from deltastore.repository.resolve import find_head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from deltastore.adapters.vllm.rendezvous import Answer
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from deltastore.pipeline.rank_target import RankTarget
     from deltastore.pipeline.replay import Held
     from deltastore.pipeline.spool import SpooledUpdate
+    from deltastore.pipeline.tally import Tally
     from deltastore.repository.points import ActiveVersion
     from deltastore.repository.run import Run
 
@@ -120,13 +123,15 @@ class EngineRank:
         """Find the version that the weights are at, or write the newest; then stage. Collective.
 
         Raises InvalidInputError(lease_held) when the engine's name is taken, IntegrityError,
-        StorageError, NotFoundError, ApplyError(poisoned).
+        StorageError, NotFoundError, ApplyError(poisoned), ApplyError(vote_timeout).
         """
         self._meet(self._claim)
         point = None
         try:
-            found = whole_fingerprint(self._target, self._group)
-        except IntegrityError:
+            found = self.fingerprint()
+        except IntegrityError as err:
+            if err.kind not in NO_VERSION:
+                raise
             found = None  # they hold what no version can: on every rank alike
         if found is not None:
             at = self._lead(lambda: self._located(found))["at"]
@@ -136,6 +141,7 @@ class EngineRank:
         else:
             self._applier = self._applier_at(point)
         self._meet(self._follow)
+        self._doubt = ""
 
     def require_sound(self) -> None:
         """ApplyError(poisoned) on every rank when the weights of one are in doubt. Collective."""
@@ -185,9 +191,13 @@ class EngineRank:
     def fingerprint(self) -> Fingerprint:
         """A whole pass over all live weights, the same on every rank. Collective.
 
-        Raises IntegrityError on every rank alike when they hold what no version can.
+        Raises on every rank alike: IntegrityError (fingerprint, alias_drift) when they hold what no
+        version can, what else kept one rank from reading its own.
         """
-        return whole_fingerprint(self._target, self._group)
+        own: list[Tally | IntegrityError] = []
+        self._meet(lambda: _kept(own, own_whole(self._target)))
+        with self._doubting():
+            return joined_whole(self._target, self._group, own[0])
 
     def check_whole(self) -> None:
         """Prove all live weights. Collective; IntegrityError poisons every rank."""
@@ -319,8 +329,13 @@ class EngineRank:
         return self._meet(work if self._group.rank == 0 else dict)[0]
 
     def _meet(self, work: Callable[[], Answer]) -> list[Answer]:
-        try:
+        with self._doubting():
             return meet(self._group, self._clock, work)
+
+    @contextmanager
+    def _doubting(self) -> Iterator[None]:
+        try:
+            yield
         except ApplyError as err:
             if err.kind is Kind.VOTE_TIMEOUT:  # nobody knows what the others do now
                 self._doubt = err.message

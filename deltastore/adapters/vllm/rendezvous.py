@@ -34,52 +34,63 @@ def meet(
     """Every rank's answer, in rank order. Collective.
 
     Args:
-        work: this rank's part; its answer is an object of canonical JSON. Called in a thread of
-            its own when there are several ranks.
+        work: this rank's part; its answer is an object of canonical JSON. Called in the caller's
+            thread, for a device is the current one of a thread; the beats come from another.
 
     Raises on every rank alike when the work of one failed: there its own error, on the others one
-    of the same class and kind. What `group.exchange` raises.
+    of the same class and kind. What `group.exchange` raises, once the own work is over.
     """
     if group.size == 1:
         return [work()]
-    task = _Task(work)
-    beats = 0
-    while True:
-        clock.wait(task.over, beat_s / FIRST_BEATS if beats < FIRST_BEATS else beat_s)
-        beats += 1
-        said = group.exchange(task.report())
-        if all(said):
-            break
+    beats = _Beats(group, clock, beat_s)
+    own: BaseException | None = None
+    try:
+        result = b"=" + canonical_json(work())
+    except BaseException as err:  # noqa: BLE001 - raised below, when everyone knows of it
+        own = err
+        result = b"!" + canonical_json(_row_of(err))
+    said = beats.end(result)
     failed = [rank for rank, text in enumerate(said) if text.startswith(b"!")]
+    if own is not None:
+        raise own
     if not failed:
         return [_answer(text) for text in said]
-    if task.error is not None:
-        raise task.error
     raise _error_of(failed[0], said[failed[0]])
 
 
-class _Task:
-    """One rank's work in its thread."""
+class _Beats:
+    """Says for one rank that it lives, from a thread of its own, then what it has to say."""
 
-    def __init__(self, work: Callable[[], Answer]) -> None:
-        self.over = threading.Event()
-        self.error: BaseException | None = None
-        self._work = work
-        self._said = b""
-        threading.Thread(target=self._run, name="deltastore-meet", daemon=True).start()
+    def __init__(self, group: Group, clock: Clock, beat_s: float) -> None:
+        self._group = group
+        self._clock = clock
+        self._beat_s = beat_s
+        self._over = threading.Event()
+        self._result = b""
+        self._said: list[bytes] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="deltastore-meet", daemon=True)
+        self._thread.start()
 
-    def report(self) -> bytes:
-        """What to say now: nothing while it goes on."""
-        return self._said if self.over.is_set() else b""
+    def end(self, result: bytes) -> list[bytes]:
+        """What everyone has to say, when all have said it; raises what an exchange raised."""
+        self._result = result
+        self._over.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._said
 
     def _run(self) -> None:
         try:
-            self._said = b"=" + canonical_json(self._work())
-        except BaseException as err:  # noqa: BLE001 - raised by `meet`, on every rank
-            self.error = err
-            self._said = b"!" + canonical_json(_row_of(err))
-        finally:
-            self.over.set()
+            beats = 0
+            while not (self._said and all(self._said)):
+                short = beats < FIRST_BEATS
+                self._clock.wait(self._over, self._beat_s / FIRST_BEATS if short else self._beat_s)
+                beats += 1
+                self._said = self._group.exchange(self._result if self._over.is_set() else b"")
+        except BaseException as err:  # noqa: BLE001 - raised by `end`
+            self._error = err
 
 
 def _answer(text: bytes) -> Answer:

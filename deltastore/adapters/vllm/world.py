@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def engine_group(timeout_s: float) -> Group:
-    """All ranks of this process's engine. Collective: every rank calls it once."""
+    """All ranks of this process's engine, for each to renew; called once on every rank."""
     from vllm.distributed.parallel_state import get_world_group
 
     world = get_world_group()
@@ -65,9 +65,13 @@ def agree_on_spool(
             )
         return {}
 
+    def clear() -> Answer:
+        if group.rank == 0:
+            (folder / token).unlink(missing_ok=True)
+        return {}
+
     try:
         meet(group, clock, look)
     finally:
-        if group.rank == 0:
-            (folder / token).unlink(missing_ok=True)
+        meet(group, clock, clear)
     return said["engine"], folder

@@ -81,6 +81,26 @@ def test_a_failure_in_a_meeting_is_everybodys(error):
         assert other.kind is getattr(error, "kind", Kind.NOT_STAGED)
 
 
+def test_work_of_a_meeting_stays_in_its_callers_thread():
+    """A thread's current device is its own: the work is done where it was asked for, and when the
+    others do not come nothing of the meeting goes on after it."""
+    groups = ThreadGroup.of(2, timeout_s=30)
+
+    def call(group):
+        found = []
+        meet(group, CLOCK, lambda: found.append(threading.get_ident()) or {})
+        return found == [threading.get_ident()]
+
+    assert _on_all(groups, call) == [True, True]
+    before = set(threading.enumerate())
+    groups[1].leave()
+    done = []
+    with pytest.raises(ApplyError) as caught:
+        meet(groups[0], CLOCK, lambda: done.append(1) or {})
+    assert (caught.value.kind, done) == (Kind.VOTE_TIMEOUT, [1])
+    assert set(threading.enumerate()) <= before
+
+
 class Engine:
     """Ranks in threads: each tensor's rows are split among them, small ones are replicated."""
 
@@ -224,6 +244,54 @@ def test_strange_weights_are_written_whole(world, stager, tmp_path, size):
     assert [rank.active.version for rank in engine.ranks] == [2] * size
     assert engine.holds(world.state)
     assert list((tmp_path / "spool" / "whole").glob("*/updates/*")) == []
+    engine.stop()
+    publisher.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_could_not_be_read_are_not_rewritten(
+    world, stager, tmp_path, monkeypatch, size
+):
+    """A first pass that fails on one rank is no proof of strange weights: all ranks fail, nothing
+    is written, nobody is in doubt, and the next beginning finds the version."""
+    engine = Engine(world, tmp_path, size)
+    publisher = world.publisher()
+    before = world.state.copy()
+    world.step(publisher, 2)
+
+    def exhausted():
+        raise MemoryError
+
+    last = engine.ranks[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(last._target, "whole", exhausted)
+        found = engine.all(lambda rank: rank.begin())
+    assert isinstance(found.pop(), MemoryError)
+    assert [error.kind for error in found] == [Kind.NOT_STAGED] * (size - 1)
+    assert engine.holds(before)
+    assert {rank.poisoned for rank in engine.ranks} == {""}
+    engine.stop()
+    assert engine.all(lambda rank: rank.begin()) == [None] * size
+    assert [rank.active.version for rank in engine.ranks] == [0] * size
+    engine.stop()
+    publisher.close()
+
+
+def test_a_rank_that_missed_the_beginning_is_met_again(world, stager, tmp_path):
+    """Who does not come to the first pass leaves the others in doubt; once all have renewed their
+    group the same ranks begin, at the version that they hold."""
+    engine = Engine(world, tmp_path, 2)
+    publisher = world.publisher()
+    engine.groups[1].leave()
+    with pytest.raises(ApplyError) as caught:
+        engine.ranks[0].begin()
+    assert caught.value.kind is Kind.VOTE_TIMEOUT
+    assert "did not come" in engine.ranks[0].poisoned
+    engine.stop()
+    assert _on_all(engine.groups, lambda group: group.renew()) == [None] * 2
+    assert engine.all(lambda rank: rank.begin()) == [None] * 2
+    assert [rank.active.version for rank in engine.ranks] == [0] * 2
+    assert engine.all(lambda rank: rank.update(1).version) == [1] * 2
     engine.stop()
     publisher.close()
 

@@ -35,6 +35,7 @@ def main() -> None:
     rank, size, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[4])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=size)
     group = TorchGroup.of(list(range(size)), timeout_s=timeout_s)
+    group.renew()
     _say("ready")
     for line in sys.stdin:
         order, *number = line.split()
