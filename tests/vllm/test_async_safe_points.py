@@ -87,6 +87,13 @@ class Served:
         assert reached.wait(BOUND_S)
         return future
 
+    def stage(self) -> int:
+        """Publish a version and wait until all ranks have it: a fast engine ends requests sooner."""
+        version = self.run.publish()
+        control = AsyncControl(self.engine, self.loop)
+        until(lambda: all(rank.staged == version for rank in control.status()))
+        return version
+
     def complete(self, prompt: tuple[int, ...], tokens: int) -> Any:
         """A whole completion."""
         return self.wait(self._generate(prompt, tokens, threading.Event()))
@@ -180,8 +187,8 @@ def test_a_kept_request_goes_on_at_the_new_version(served: Served) -> None:
     """It ends whole, says where it changed, and goes on as from scratch (CASE R7, R18, R20)."""
     driver = served.driver()
     old = driver.view().served
+    version = served.stage()
     request = served.in_flight()
-    version = served.run.publish()
     turn_until(driver, Turn.ACTIVATED)
     found = request.result(60)
     (begun, start, cut), (ended, second, end) = spans(found)
@@ -207,8 +214,8 @@ def test_a_request_that_is_waited_for_ends_at_the_version_it_began_at(served: Se
     """Policy wait: nothing is cut, and the update comes after (CASE R18)."""
     driver = served.driver(PauseMode.WAIT)
     old = driver.view().served
+    version = served.stage()
     request = served.in_flight()
-    version = served.run.publish()
     turn_until(driver, Turn.ACTIVATED)
     assert request.done()
     found = request.result()
@@ -221,8 +228,8 @@ def test_a_request_that_is_cut_ends_at_once_with_what_it_has(served: Served) -> 
     """Policy abort: it is over before the update, with the old version's tokens (CASE R18)."""
     driver = served.driver(PauseMode.ABORT)
     old = driver.view().served
+    served.stage()
     request = served.in_flight()
-    served.run.publish()
     turn_until(driver, Turn.ACTIVATED)
     found = request.result(60)
     assert found.finish_reason == "abort"
@@ -235,8 +242,8 @@ def test_a_wait_that_takes_too_long_keeps_the_request(served: Served) -> None:
     control = AsyncControl(served.engine, served.loop, bounds=ControlBounds(drain_max_s=0.01))
     driver = served.driver(PauseMode.WAIT, control)
     old = driver.view().served
+    version = served.stage()
     request = served.in_flight()
-    version = served.run.publish()
     turn_until(driver, Turn.ACTIVATED)
     found = request.result(60)
     assert [one for one, _, _ in spans(found)] == [str(old), served.run.label(version)]
