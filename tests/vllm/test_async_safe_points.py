@@ -88,7 +88,7 @@ class Served:
         return future
 
     def stage(self) -> int:
-        """Publish a version and wait until all ranks have it: a fast engine ends requests sooner."""
+        """Publish, and wait until all ranks have it: a fast engine ends requests sooner."""
         version = self.run.publish()
         control = AsyncControl(self.engine, self.loop)
         until(lambda: all(rank.staged == version for rank in control.status()))
