@@ -7,6 +7,7 @@ background, and hands it to the applier at a safe point.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from deltastore.repository.points import ActiveVersion
 
 LOOK_S = 0.1
+RETRY_S = 1.0
+"""After what nobody expected: it may be a bug, which looking more often would only repeat."""
+_log = logging.getLogger(__name__)
 
 
 class StagedFeed:
@@ -234,12 +238,26 @@ class StagedFeed:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
+            wait_s = LOOK_S
             try:
                 if self.poll():
                     continue
             except DeltastoreError as err:
                 self._error = err  # shown to the actor; tried again after the wait
-            self._clock.wait(self._stop, LOOK_S)
+            except Exception as err:  # noqa: BLE001 - a dead thread would stage nothing
+                _log.exception("%s cannot look at its stager's offers", self._rank)
+                self._error = unexpected("looking at the stager's offers", err)
+                wait_s = RETRY_S
+            self._clock.wait(self._stop, wait_s)
+
+
+def unexpected(what: str, err: Exception) -> StorageError:
+    """What a background thread met and goes on after, as an error that people are shown."""
+    return StorageError(
+        f"{what} failed: {type(err).__name__}: {str(err)[:1000]}",
+        kind=Kind.UNAVAILABLE,
+        hint="it is tried again; see this process's log",
+    )
 
 
 def _same(one: SpooledUpdate | None, other: SpooledUpdate) -> bool:

@@ -67,6 +67,9 @@ class ChildStager:
             except OSError as err:
                 self._later()
                 _log.warning("a stager cannot be started: %s", err)
+            except Exception:  # noqa: BLE001 - a thread that died of it would start none, in silence
+                self._later()
+                _log.exception("a stager cannot be started")
             self._clock.wait(self._stop, LOOK_S)
 
     def _look(self) -> None:

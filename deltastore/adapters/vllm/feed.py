@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.errors import ApplyError, DeltastoreError, Kind
 from deltastore.pipeline.spool import map_update
+from deltastore.pipeline.stager_rank import RETRY_S, unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,8 +120,16 @@ class PreparedFeed:
             self._ready = self._refused = self._error = None
 
     def _watch(self) -> None:
-        while not self._clock.wait(self._stop, LOOK_S):
-            self._look()
+        wait_s = LOOK_S
+        while not self._clock.wait(self._stop, wait_s):
+            wait_s = LOOK_S
+            try:
+                self._look()
+            except Exception as err:  # noqa: BLE001 - a dead thread would prepare nothing
+                _log.exception("an update cannot be prepared")
+                with self._lock:
+                    self._error = unexpected("preparing an update", err)
+                wait_s = RETRY_S
 
     def _look(self) -> None:
         spooled, update = self._feed.spooled, self._feed.staged()

@@ -18,7 +18,9 @@ from deltastore.adapters.vllm.whole_spool import WholeSpool
 from deltastore.clock import SystemClock
 from deltastore.config import FollowerSettings
 from deltastore.errors import ApplyError, IntegrityError, InvalidInputError, Kind
+from deltastore.pipeline import stager_rank
 from deltastore.pipeline.group import SoloGroup, ThreadGroup
+from deltastore.pipeline.rank_applier import RankApplier
 from deltastore.pipeline.stager import Stager
 from deltastore.repository.run import open_run
 from deltastore.storage.fs import FileStore
@@ -329,6 +331,39 @@ def test_a_version_that_never_comes_is_waited_for_no_longer_than_set(world, stag
     assert {error.kind for error in found} == {Kind.NOT_STAGED}
     _until_staged(engine, 1)
     assert engine.all(lambda rank: rank.update("newest").version) == [1, 1]
+    engine.stop()
+    publisher.close()
+
+
+@pytest.mark.parametrize("what", ["map_update", "prepare"])
+def test_a_bug_in_the_background_is_shown_and_tried_again(
+    world, stager, tmp_path, monkeypatch, what
+):
+    """What nobody expected ends no background thread: the rank says so in its trouble, tries again
+    and has the version ready."""
+    engine = Engine(world, tmp_path, 1)
+    publisher = world.publisher()
+    (rank,) = engine.ranks
+    owner = stager_rank if what == "map_update" else RankApplier
+    works, failed = getattr(owner, what), []
+
+    def fails_once(*arguments):
+        if not failed:
+            failed.append(threading.current_thread().name)
+            raise ValueError("a bug")
+        return works(*arguments)
+
+    monkeypatch.setattr(owner, what, fails_once)
+    rank.begin()
+    never = threading.Event()
+    deadline_s = CLOCK.monotonic_s() + 20
+    while "ValueError: a bug" not in rank.trouble:
+        assert CLOCK.monotonic_s() < deadline_s
+        CLOCK.wait(never, 0.01)
+    _until_staged(engine, 1)
+    assert rank.trouble == ""
+    assert failed[0] in {"stager-feed", "prepare"}
+    assert rank.update("newest").version == 1
     engine.stop()
     publisher.close()
 
