@@ -130,6 +130,13 @@ class HttpControl(RankVerbs):
                 return
         self._pause(PauseMode.KEEP if mode is PauseMode.WAIT else mode, self.bounds.pause_s)
 
+    def is_paused(self) -> bool:
+        """Whether forward passes are kept out."""
+        answer = self._ask("GET", "/is_paused", self.bounds.status_s, None)
+        if not isinstance(answer.get("is_paused"), bool):
+            raise self._unexpected("/is_paused", answer)
+        return bool(answer["is_paused"])
+
     def reset_caches(self) -> bool:
         """Drop the prefix cache and the external connector's."""
         query = {"reset_running_requests": "false", "reset_external": "true"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deltastore.adapters.vllm.verbs import RankVerbs, engine_error, engine_timeout
@@ -77,6 +78,10 @@ class AsyncControl(RankVerbs):
         kept = PauseMode.KEEP if mode is PauseMode.WAIT else mode
         self._pause(kept, self.bounds.pause_s)
 
+    def is_paused(self) -> bool:
+        """Whether forward passes are kept out of every engine core."""
+        return all(self._wait("is_paused", self._paused_cores, self.bounds.status_s))
+
     def reset_caches(self) -> bool:
         """Drop prefix caches and external connectors' caches of every engine core."""
         done = self._wait(
@@ -97,6 +102,12 @@ class AsyncControl(RankVerbs):
             lambda: self._engine.pause_generation(mode=mode.value, clear_cache=True),
             within_s,
         )
+
+    async def _paused_cores(self) -> list[Any]:
+        client = self._engine.engine_core
+        if len(getattr(client, "core_engines", ())) > 1:
+            return list(await client.call_utility_all_async("is_scheduler_paused"))
+        return [await self._engine.is_paused()]
 
     async def _every_core(self, utility: str, *arguments: Any) -> list[Any]:
         """One answer per engine core: the engine's own calls drop all but the first."""
@@ -132,7 +143,9 @@ class LLMControl(RankVerbs):
     """An EngineControl over an `LLM`, for the thread that uses it.
 
     With the engine core in this process nothing runs between two calls, and `wait` has nobody to
-    wait for: it is refused while requests are unfinished.
+    wait for: it is refused while requests are unfinished. There, calls are **not bounded**: they do
+    the engine's own work, which nobody can leave behind half done. Only those of its workers in
+    other processes have vLLM's own limit. With the core in another process every call is bounded.
     """
 
     def __init__(
@@ -188,6 +201,17 @@ class LLMControl(RankVerbs):
             self.bounds.pause_s,
         )
 
+    def is_paused(self) -> bool:
+        """Whether forward passes are kept out."""
+        core = self._llm.llm_engine.engine_core
+        in_process = getattr(core, "engine_core", None)
+        ask = (
+            (lambda: core.call_utility("is_scheduler_paused"))
+            if in_process is None
+            else in_process.is_scheduler_paused
+        )
+        return bool(self._call("is_paused", ask, self.bounds.status_s))
+
     def reset_caches(self) -> bool:
         """Drop the prefix cache and the external connector's."""
         return bool(
@@ -202,18 +226,39 @@ class LLMControl(RankVerbs):
         """Let forward passes in again."""
         core = self._llm.llm_engine.engine_core
         in_process = getattr(core, "engine_core", None)
-        if in_process is None:
-            self._call("resume", lambda: core.call_utility("resume_scheduler"), 0)
-        else:
-            self._call("resume", in_process.resume_scheduler, 0)
+        ask = (
+            (lambda: core.call_utility("resume_scheduler"))
+            if in_process is None
+            else in_process.resume_scheduler
+        )
+        self._call("resume", ask, self.bounds.resume_s)
 
     def _call(self, what: str, call: Callable[[], T], within_s: float) -> T:
+        """A call, at most that long where the core is another process."""
+        in_process = getattr(self._llm.llm_engine.engine_core, "engine_core", None) is not None
         try:
-            return call()
+            return call() if in_process else _bounded(call, within_s)
         except TimeoutError as err:
             raise engine_timeout(what, within_s) from err
         except Exception as err:
             raise engine_error(what, err) from err
+
+
+def _bounded(call: Callable[[], T], within_s: float) -> T:
+    """The same from a thread that is left behind when it does not return: TimeoutError.
+
+    The client of a core in another process has sent its request by then, and only waits.
+    """
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as err:  # noqa: BLE001 - raised by whoever waits
+            answer.set_exception(err)
+
+    threading.Thread(target=run, name="deltastore-engine-call", daemon=True).start()
+    return answer.result(within_s)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -64,6 +64,8 @@ class DevelopmentServer:
             case "/pause":
                 assert query["clear_cache"] == "true"
                 self.engine.pause(PauseMode(query["mode"]))
+            case "/is_paused":
+                return {"is_paused": self.engine.is_paused()}
             case "/start_weight_update" | "/finish_weight_update":
                 pass
             case "/update_weights":
@@ -98,6 +100,7 @@ def _document(status: object) -> dict[str, object]:
         "staged": status.staged,
         "head": status.head,
         "poisoned": status.poisoned,
+        "asleep": status.asleep,
     }
 
 

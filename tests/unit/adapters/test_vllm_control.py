@@ -28,6 +28,9 @@ class Core:
     def __init__(self, cores: int) -> None:
         self.core_engines = [b"%d" % number for number in range(cores)]
         self.reset = [True] * cores
+        self.paused = [False] * cores
+        self.ending = threading.Event()
+        self.hangs = False
         self.utilities: list[tuple[Any, ...]] = []
 
     async def call_utility_all_async(self, utility: str, *arguments: Any) -> list[Any]:
@@ -35,11 +38,15 @@ class Core:
         self.utilities.append((utility, *arguments))
         if utility == "reset_prefix_cache":
             return self.reset
+        if utility == "is_scheduler_paused":
+            return self.paused
         return [[status(2 * core), status(2 * core + 1)] for core, _ in enumerate(self.reset)]
 
     def call_utility(self, utility: str, *arguments: Any) -> None:
-        """As the synchronous client's."""
+        """As the synchronous client's, which waits for ever."""
         self.utilities.append((utility, *arguments))
+        if self.hangs:
+            self.ending.wait(30)
 
 
 class Engine:
@@ -71,6 +78,10 @@ class Engine:
     async def resume_generation(self) -> None:
         """Resume."""
         self.calls.append("resume")
+
+    async def is_paused(self) -> bool:
+        """The one core's answer."""
+        return self.engine_core.paused[0]
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """The one core's answer."""
@@ -115,6 +126,19 @@ def test_every_core_is_asked(loop: asyncio.AbstractEventLoop) -> None:
     assert control.reset_caches()
     engine.engine_core.reset = [True, False]
     assert not control.reset_caches()
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_an_engine_is_paused_when_all_its_cores_are(
+    loop: asyncio.AbstractEventLoop, cores: int
+) -> None:
+    """One core that lets requests in is enough not to be."""
+    engine = Engine(cores)
+    control = AsyncControl(engine, loop)
+    engine.engine_core.paused = [True] * cores
+    assert control.is_paused()
+    engine.engine_core.paused[0] = False
+    assert not control.is_paused()
 
 
 def test_a_drain_has_a_limit(loop: asyncio.AbstractEventLoop) -> None:
@@ -203,6 +227,10 @@ class LLM:
         """As `EngineCore`'s."""
         self.paused.append(())
 
+    def is_scheduler_paused(self) -> bool:
+        """As `EngineCore`'s."""
+        return bool(self.paused and self.paused[-1])
+
     def collective_rpc(
         self, method: str, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
@@ -216,7 +244,23 @@ def test_a_core_in_another_process_is_paused_there() -> None:
     control = LLMControl(llm)
     control.pause(PauseMode.WAIT)
     control.resume()
-    assert llm.engine_core.utilities == [("pause_scheduler", "wait", True), ("resume_scheduler",)]
+    assert not control.is_paused()
+    assert llm.engine_core.utilities == [
+        ("pause_scheduler", "wait", True),
+        ("resume_scheduler",),
+        ("is_scheduler_paused",),
+    ]
+
+
+def test_a_core_in_another_process_that_does_not_answer_is_a_timeout() -> None:
+    """vLLM's own client would wait for ever; the caller gets its thread back."""
+    llm = LLM(in_process=False)
+    llm.engine_core.hangs = True
+    control = LLMControl(llm, bounds=ControlBounds(pause_s=0.02))
+    with pytest.raises(ApplyError, match=r"pause\(keep\) within 0.02 s") as caught:
+        control.pause(PauseMode.KEEP)
+    llm.engine_core.ending.set()
+    assert caught.value.kind is Kind.ENGINE_TIMEOUT
 
 
 def test_a_core_in_this_process_cannot_wait_for_itself() -> None:
@@ -229,7 +273,9 @@ def test_a_core_in_this_process_cannot_wait_for_itself() -> None:
     with pytest.raises(ApplyError, match="step it until they are finished"):
         control.pause(PauseMode.WAIT)
     control.pause(PauseMode.ABORT)
+    assert control.is_paused()
     control.resume()
+    assert not control.is_paused()
     assert llm.paused[1:] == [("abort", True), ()]
 
 
