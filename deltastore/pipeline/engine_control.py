@@ -59,6 +59,7 @@ class RankStatus:
         coverage: how the engine's parameters are covered, as the loader trace found it.
         dense_share: part of the layout's bytes that can only be reloaded whole, 0 to 1.
         last_pause_s: seconds that its last activation took.
+        asleep: whether memory of the engine is away: nothing may run, nothing may be written.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class RankStatus:
     shadow_bytes: int = 0
     scratch_bytes: int = 0
     last_pause_s: float | None = None
+    asleep: bool = False
 
     @classmethod
     def parse(cls, document: object) -> RankStatus:
@@ -91,6 +93,7 @@ class RankStatus:
                 shadow_bytes=_number(document.get("shadow_bytes") or 0),
                 scratch_bytes=_number(document.get("scratch_bytes") or 0),
                 last_pause_s=_seconds(document.get("last_pause_s")),
+                asleep=_yes(document.get("asleep", False)),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise _not_a_status(document) from err
@@ -117,13 +120,19 @@ class ControlBounds:
 class EngineControl(Protocol):
     """What a safe point needs of an engine. Every call is bounded in time.
 
+    Except where the engine's core works in the caller's own process (`LLMControl` says when): there
+    is nobody else then who could wait for an answer.
+
     Every method raises a DeltastoreError when it fails: ApplyError(engine) when the engine said no
     or died, ApplyError(engine_timeout) when it did not answer in time. After the latter nobody
     knows what the engine did: ask for its status.
     """
 
     def initialise(self) -> None:
-        """Let every rank find the version that it is at, and begin to stage. Idempotent."""
+        """Let every rank find the version that it is at, and begin to stage. Idempotent.
+
+        Only while paused: ranks that are at no version of the run write the newest.
+        """
         ...
 
     def status(self) -> list[RankStatus]:
@@ -135,6 +144,10 @@ class EngineControl(Protocol):
 
         `wait` is `keep` for requests that have not ended after a bound of the implementation.
         """
+        ...
+
+    def is_paused(self) -> bool:
+        """Whether all forward passes are kept out, whoever paused the engine."""
         ...
 
     def update(self, wanted: Wanted) -> None:
@@ -172,6 +185,16 @@ def doubt(statuses: Sequence[RankStatus]) -> str:
     return f"the ranks are at different versions: {', '.join(places)}"
 
 
+def unfollowed(statuses: Sequence[RankStatus]) -> bool:
+    """Whether no rank follows a run yet, and none is in doubt: they hold what they loaded."""
+    return all(one.active is None and not one.poisoned for one in statuses)
+
+
+def asleep(statuses: Sequence[RankStatus]) -> bool:
+    """Whether memory of any rank is away."""
+    return any(one.asleep for one in statuses)
+
+
 def _served(part: object) -> ServedVersion | None:
     if part is None:
         return None
@@ -196,6 +219,12 @@ def _seconds(part: object) -> float | None:
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part < 1e9:
         raise ValueError("not seconds")
     return float(part)
+
+
+def _yes(part: object) -> bool:
+    if not isinstance(part, bool):
+        raise TypeError("neither true nor false")
+    return part
 
 
 def _text(part: object) -> str:

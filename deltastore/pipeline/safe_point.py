@@ -10,8 +10,13 @@ cache that does not reset included, *holds* the engine: it stays paused, its hea
 recovery is tried with growing pauses: re-anchor where weights are in doubt, reset, resume. After
 `hold_max_s` requests that still wait are ended.
 
+An engine finds its version while it is paused, too: it may have to write one. While an engine
+sleeps, or is paused by somebody else, it is left alone, and it is never resumed for them. A resume
+by somebody else during a write cannot be prevented everywhere; it is noticed before the own resume,
+and ends the requests that it let in.
+
 A crash of this process after the pause leaves the engine paused: the next driver asks every rank,
-empties the caches and resumes it, or re-anchors it.
+empties the caches and resumes it, or re-anchors it. So a pause found at its start counts as such.
 """
 
 from __future__ import annotations
@@ -26,13 +31,27 @@ from typing import TYPE_CHECKING
 from deltastore.errors import ApplyError, DeltastoreError, Kind
 from deltastore.events import (
     ActivationFailed,
+    ActorJoined,
     EngineHeld,
     EngineReleased,
     SafePointPassed,
     discard,
 )
-from deltastore.pipeline.engine_control import NEWEST, PauseMode, agreed, doubt
-from deltastore.pipeline.safe_point_view import SafePointSettings, SafePointView, Turn
+from deltastore.pipeline.engine_control import (
+    NEWEST,
+    PauseMode,
+    agreed,
+    doubt,
+    unfollowed,
+)
+from deltastore.pipeline.engine_gate import EngineGate
+from deltastore.pipeline.safe_point_view import (
+    SafePointSettings,
+    SafePointView,
+    Turn,
+    nothing_came,
+    told,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,6 +85,7 @@ class SafePointDriver:
     ) -> None:
         self.name = name
         self._control = control
+        self._gate = EngineGate(control, name)
         self._clock = clock
         self._settings = settings or SafePointSettings()
         self._sink = sink
@@ -75,7 +95,6 @@ class SafePointDriver:
         self._error: DeltastoreError | None = None
         self._started = False
         self._failing = False
-        self._paused = False
         self._cut = False
         self._due_s: float | None = None
         self._passed_s = float("-inf")
@@ -113,7 +132,8 @@ class SafePointDriver:
     def resume(self) -> None:
         """Let forward passes in on behalf of whoever paused the engine.
 
-        Waits for a turn in progress. Raises ApplyError(poisoned) when the engine is held.
+        Waits for a turn in progress. Raises ApplyError: `poisoned` when the engine is held,
+        `engine` when it sleeps.
         """
         with self._turning:
             if self._view.held:
@@ -122,51 +142,66 @@ class SafePointDriver:
                     kind=Kind.POISONED,
                     hint="it resumes by itself when its weights are proved again",
                 )
-            self._control.resume()
+            self._gate.open_by_hand()
 
     def _look(self) -> Turn:
         """See where the ranks are; activate what is due."""
-        starting = not self._started
-        if starting:
-            self._initialise()
-        statuses = self._control.status()
-        if all(one.active is None and not one.poisoned for one in statuses):
-            starting = True  # its workers were started again
-            self._initialise()
-            statuses = self._control.status()
+        statuses = self._gate.look()
         served = agreed(statuses)
-        if served is None:
+        if self._gate.asleep:
+            return self._leave_alone("the engine sleeps")
+        if served is None and not unfollowed(statuses):
             # Found outside a pause: what such weights have answered shall not go on.
             self._hold(doubt(statuses), PauseMode.ABORT)
             return Turn.HELD
-        if not self._failing:
-            self._succeed()
-        self._see(statuses, served)
-        if starting:
-            self._begin()
-            return Turn.NOTHING
+        if served is not None and self._started:
+            if not self._failing:
+                self._succeed()
+            self._see(statuses, served)
+        if self._gate.theirs:
+            return self._leave_alone("somebody else has paused the engine")
+        if served is None or not self._started:
+            return self._start()  # perhaps again: its workers were started again
         return self._pass(served) if self._is_due(statuses, served) else Turn.NOTHING
 
-    def _initialise(self) -> None:
-        """Let ranks find their version; held when one broke off while it wrote another."""
-        try:
-            self._control.initialise()
-        except DeltastoreError:
-            statuses = self._control.status()
-            if any(one.poisoned for one in statuses):
-                self._hold(doubt(statuses), PauseMode.ABORT)
-            raise
+    def _leave_alone(self, why: str) -> Turn:
+        self._due_s = None
+        self._view = replace(self._view, trouble=f"{why}: nothing is written until that is over")
+        return Turn.NOTHING
 
-    def _begin(self) -> None:
-        """Make a known state: ranks may have rebuilt themselves, a killed driver left a pause."""
-        self._started = True
+    def _start(self) -> Turn:
+        """Have the ranks find their version; they may write another, so nothing runs meanwhile."""
+        self._started = False
+        started_s = self._clock.monotonic_s()
         try:
-            self._pause(PauseMode.KEEP)
+            self._gate.close(PauseMode.KEEP)
+            self._control.initialise()
+            statuses = self._gate.look_again()
+            served = _agreed_or_raise(statuses)
             self._reset()
-            self._resume()
+            self._gate.open()
         except DeltastoreError as err:
-            self._hold(f"it follows, but is not ready to serve: {err.message}", None)
+            why = self._end_start(err)
+            if why:
+                self._hold(why, None)
             raise
+        self._started = True
+        self._succeed()
+        self._see(statuses, served)
+        seconds = self._clock.monotonic_s() - started_s
+        self._sink(ActorJoined(self.name, served.version, "engine", 0, seconds))
+        return Turn.NOTHING
+
+    def _end_start(self, err: DeltastoreError) -> str:
+        """After a failed start: resume what the engine loaded; else why it must be held."""
+        try:
+            statuses = self._control.status()
+            if not unfollowed(statuses):
+                return doubt(statuses) or f"it follows, but is not ready to serve: {err.message}"
+            self._gate.open_unwritten(statuses)
+        except DeltastoreError as unknown:
+            return f"after a failed start its state is unknown: {unknown.message}"
+        return ""
 
     def _is_due(self, statuses: Sequence[RankStatus], served: ServedVersion) -> bool:
         targets = {one.staged for one in statuses}
@@ -185,16 +220,16 @@ class SafePointDriver:
         self._passed_s, self._due_s = self._clock.monotonic_s(), None
         try:
             with self._timed(seconds, "pause_s"):
-                self._pause(self._settings.mode)
+                self._gate.close(self._settings.mode)
             with self._timed(seconds, "write_s"):
                 self._control.update(NEWEST)
                 served = self._proved()
                 if served == base:
-                    raise _nothing_came(base)
+                    raise nothing_came(base)
             with self._timed(seconds, "reset_s"):
                 self._reset()
             with self._timed(seconds, "resume_s"):
-                self._resume()
+                self._gate.open()
         except DeltastoreError as err:
             return self._settle(base, err)
         mode = self._settings.mode.value
@@ -217,7 +252,7 @@ class SafePointDriver:
             statuses = self._control.status()
             why = doubt(statuses)
             if not why and agreed(statuses) == base:
-                self._resume()
+                self._gate.open_unwritten(statuses)
                 self._note(err)
                 return Turn.FAILED
         except DeltastoreError as unknown:
@@ -234,36 +269,49 @@ class SafePointDriver:
         self._cut = False
         self._sink(EngineHeld(self.name, self._served_version(), why))
         if mode is not None:
-            self._pause(mode)
+            self._gate.close(mode)
 
     def _recover(self) -> Turn:
         """Bring a held engine back: weights proved, caches empty, then resumed."""
-        statuses = self._control.status()
+        statuses = self._gate.look_again()
+        if self._gate.asleep:
+            return Turn.HELD
+        self._gate.yield_to_owner()
+        self._gate.close(self._holding_mode())  # again: somebody may have resumed it meanwhile
+        if unfollowed(statuses):  # a start of which nothing was known wrote nothing
+            self._release(None)
+            return Turn.RECOVERED
         if doubt(statuses):
-            if not self._paused:
-                self._pause(self._holding_mode())
             if any(one.active is None for one in statuses):
                 self._control.initialise()  # which rebuilds what no version can be
             else:
                 self._control.re_anchor()
-        self._pause(self._holding_mode())  # whoever rebuilt the weights may have let requests in
+            self._gate.close_again(self._holding_mode())  # the rebuild may have let requests in
         served = self._proved()
         self._reset()
-        self._resume()
+        self._started = True
+        self._release(served)
+        return Turn.RECOVERED
+
+    def _release(self, served: ServedVersion | None) -> None:
+        """Back into rotation, at a version, or at what the engine has loaded."""
+        self._gate.open()
         held_s = self._clock.monotonic_s() - self._held_s
         self._succeed()
         self._view = replace(self._view, served=served, staged=None, held="")
-        self._sink(EngineReleased(self.name, served.version, served.policy_hash, held_s))
-        _LOG.warning("%s serves again, at version %d", self.name, served.version)
-        return Turn.RECOVERED
+        version, policy_hash = (-1, "") if served is None else (served.version, served.policy_hash)
+        self._sink(EngineReleased(self.name, version, policy_hash, held_s))
+        _LOG.warning("%s serves again, at %s", self.name, served or "what it has loaded")
 
     def _end_waiting(self) -> None:
         """End requests that have waited too long for a held engine, once."""
         waited_s = self._clock.monotonic_s() - self._held_s
-        if not self._view.held or self._cut or waited_s < self._settings.hold_max_s:
+        if not self._view.held or self._cut or self._gate.asleep:
+            return
+        if waited_s < self._settings.hold_max_s:
             return
         try:
-            self._pause(PauseMode.ABORT)
+            self._gate.close(PauseMode.ABORT)
             self._cut = True
         except DeltastoreError as err:
             _LOG.warning("requests on %s could not be ended: %s", self.name, err)
@@ -272,21 +320,9 @@ class SafePointDriver:
         """Nothing may finish on weights in doubt, so `wait` is none for a held engine."""
         return PauseMode.KEEP if self._settings.mode is PauseMode.WAIT else self._settings.mode
 
-    def _pause(self, mode: PauseMode) -> None:
-        self._control.pause(mode)
-        self._paused = True
-
-    def _resume(self) -> None:
-        self._control.resume()
-        self._paused = False
-
     def _proved(self) -> ServedVersion:
         """Where all ranks are; ApplyError(poisoned) when they do not agree."""
-        statuses = self._control.status()
-        served = agreed(statuses)
-        if served is None:
-            raise ApplyError(doubt(statuses), kind=Kind.POISONED, hint="re-anchor")
-        return served
+        return _agreed_or_raise(self._control.status())
 
     def _reset(self) -> None:
         """Caches hold what other weights computed: not empty is not active (CASE R7)."""
@@ -294,6 +330,7 @@ class SafePointDriver:
             if attempt:
                 self._clock.sleep_s(self._settings.reset_retry_s)
             if self._control.reset_caches():
+                self._gate.require_closed()  # else they are empty no longer
                 return
         raise ApplyError(
             f"caches of {self.name} could not be reset {self._settings.reset_attempts} times",
@@ -309,14 +346,14 @@ class SafePointDriver:
             ranks=tuple(statuses),
             staged=max((one.staged for one in statuses if one.staged is not None), default=None),
             head=max((one.head for one in statuses if one.head is not None), default=None),
-            trouble="; ".join(troubles) or ("" if self._error is None else _told(self._error)),
+            trouble="; ".join(troubles) or ("" if self._error is None else told(self._error)),
         )
 
     def _note(self, err: DeltastoreError) -> None:
         """Remember a failure, and wait longer after each."""
         settings = self._settings
         self._error = err
-        self._view = replace(self._view, trouble=_told(err))
+        self._view = replace(self._view, trouble=told(err))
         self._retry_s = min(max(2 * self._retry_s, settings.retry_min_s), settings.retry_max_s)
         self._next_s = self._clock.monotonic_s() + self._retry_s
 
@@ -338,14 +375,8 @@ class SafePointDriver:
             seconds[stage] = self._clock.monotonic_s() - started_s
 
 
-def _told(err: DeltastoreError) -> str:
-    """Kind, message and way out, for people."""
-    return f"{err.kind.value}: {err}"
-
-
-def _nothing_came(base: ServedVersion) -> ApplyError:
-    return ApplyError(
-        f"the engine took an update and is still at version {base.version}",
-        kind=Kind.NOT_STAGED,
-        hint="the ranks' status and what they have staged contradict each other: see their log",
-    )
+def _agreed_or_raise(statuses: Sequence[RankStatus]) -> ServedVersion:
+    served = agreed(statuses)
+    if served is None:
+        raise ApplyError(doubt(statuses), kind=Kind.POISONED, hint="re-anchor")
+    return served

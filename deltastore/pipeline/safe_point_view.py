@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from deltastore.config import require
+from deltastore.errors import ApplyError, DeltastoreError, Kind
 from deltastore.pipeline.engine_control import PauseMode
 
 if TYPE_CHECKING:
@@ -81,3 +82,17 @@ class SafePointView:
     trouble: str = ""
     passed: SafePointPassed | None = None
     ranks: tuple[RankStatus, ...] = ()
+
+
+def told(err: DeltastoreError) -> str:
+    """Kind, message and way out, for people."""
+    return f"{err.kind.value}: {err}"
+
+
+def nothing_came(base: ServedVersion) -> ApplyError:
+    """An update that was answered with yes and did nothing."""
+    return ApplyError(
+        f"the engine took an update and is still at version {base.version}",
+        kind=Kind.NOT_STAGED,
+        hint="the ranks' status and what they have staged contradict each other: see their log",
+    )

@@ -86,6 +86,8 @@ def _prepare(worker: Any) -> None:
     if not on_cpu():  # where vLLM ignores both
         worker.sleep = _telling(worker, worker.sleep, "fell_asleep")
         worker.wake_up = _telling(worker, worker.wake_up, "woke_up")
+        if hasattr(worker, "discard"):
+            worker.discard = _telling(worker, worker.discard, "let_go")
 
 
 def _telling(worker: Any, call: Callable[..., Any], method: str) -> Callable[..., Any]:

@@ -169,6 +169,7 @@ def _document(view: SafePointView) -> dict[str, Any]:
                 "shadow_bytes": rank.shadow_bytes,
                 "scratch_bytes": rank.scratch_bytes,
                 "last_pause_s": rank.last_pause_s,
+                "asleep": rank.asleep,
             }
             for rank in view.ranks
         ],

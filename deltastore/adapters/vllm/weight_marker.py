@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.adapters.vllm.rank_call import raise_first
 from deltastore.errors import ApplyError, Kind
-from deltastore.pipeline.engine_control import RankStatus, agreed, doubt
+from deltastore.pipeline.engine_control import RankStatus, agreed, asleep, doubt, unfollowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,8 +66,9 @@ def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
     @functools.wraps(resume)
     def resume_scheduler(self: Any) -> None:
         if uses_backend(self.vllm_config):
-            _mark(self, call)
+            statuses = _mark(self, call)
             _refuse_in_doubt(self)
+            _refuse_asleep(statuses)
         resume(self)
 
     @functools.wraps(add)
@@ -80,14 +81,15 @@ def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
     core_class.preprocess_add_request = preprocess_add_request
 
 
-def _mark(core: Any, call: Callable[..., Any]) -> None:
+def _mark(core: Any, call: Callable[..., Any]) -> list[RankStatus]:
     """Ask all ranks where they are, and say so."""
     statuses = [RankStatus.parse(row) for row in call(core, "deltastore_status")]
-    if all(one.active is None and not one.poisoned for one in statuses):
-        return  # it does not follow yet
+    if unfollowed(statuses):
+        return statuses
     active = agreed(statuses)
     _keep_from_stepping(core, doubt(statuses))
     core.set_weight_version(POISONED if active is None else str(active))
+    return statuses
 
 
 def _mark_after(err: Exception, core: Any, call: Callable[..., Any]) -> None:
@@ -131,6 +133,16 @@ def _guard_front_end() -> None:
 
     front.LLMEngine.add_request = add_request
     front.LLMEngine._deltastore_guarded = True
+
+
+def _refuse_asleep(statuses: list[RankStatus]) -> None:
+    """VLLM resumes whatever it is told to; an engine that sleeps is resumed by waking it up."""
+    if asleep(statuses):
+        raise ApplyError(
+            "the engine sleeps: memory that a forward pass needs is not there",
+            kind=Kind.ENGINE,
+            hint="wake it up: that resumes it",
+        )
 
 
 def _refuse_in_doubt(core: Any) -> None:

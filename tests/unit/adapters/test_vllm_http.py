@@ -39,12 +39,14 @@ def test_a_version_is_activated_over_http(over: str, tmp_path: Path) -> None:
     assert server.named[-1] == f"2:{hash_of(2)}"
     paths = [urlsplit(asked.split()[1]).path for asked in server.asked]
     assert [path for path in paths if path != "/collective_rpc"] == [
+        "/is_paused",
         "/pause",
         "/start_weight_update",
         "/update_weights",
         "/finish_weight_update",
         "/update_weight_version",
         "/reset_prefix_cache",
+        "/is_paused",
         "/resume",
     ]
 

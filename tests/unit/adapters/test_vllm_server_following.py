@@ -11,7 +11,7 @@ from deltastore.adapters.vllm.server_following import ServerFollowing
 from deltastore.adapters.vllm.server_settings import parse_server
 from deltastore.clock import SystemClock
 from deltastore.errors import InvalidInputError
-from deltastore.events import SafePointPassed, discard
+from deltastore.events import ActorJoined, SafePointPassed, discard
 from deltastore.pipeline.engine_control import PauseMode
 from tests.unit.pipeline.scripted_engine import ScriptedEngine, served
 
@@ -59,7 +59,7 @@ def test_a_server_follows_in_the_background(tmp_path: Path) -> None:
     assert shown["last_safe_point"]["version"] == 2
     assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
     assert (shown["run"], shown["leads"], shown["held"]) == ("x", True, "")
-    assert [type(event) for event in events] == [SafePointPassed]
+    assert [type(event) for event in events] == [ActorJoined, SafePointPassed]
 
 
 def test_one_of_two_servers_leads_and_the_other_takes_over(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from deltastore.errors import ApplyError, Kind
 from deltastore.pipeline.engine_control import (
@@ -13,6 +14,9 @@ from deltastore.pipeline.engine_control import (
     ServedVersion,
     Wanted,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def hash_of(version: int) -> str:
@@ -31,6 +35,7 @@ class Rank:
 
     version: int | None = None
     poisoned: str = ""
+    asleep: bool = False
 
 
 @dataclass
@@ -44,10 +49,15 @@ class ScriptedEngine(EngineControl):
 
     ranks: list[Rank] = field(default_factory=lambda: [Rank(), Rank()])
     start: int = 1
+    """Where ranks find themselves at initialisation; when `loaded` is another, it is rebuilt."""
+    loaded: int | None = None
+    """What was in memory before: forward passes before the start are made with it."""
     staged: int | None = None
     faults: list[tuple[str, str]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     paused: bool = False
+    meanwhile: dict[str, Callable[[], object]] = field(default_factory=dict)
+    """What somebody else does once during a call, by the call's name."""
     cached: int | None = None
     """The version that computed what is in the caches."""
     forwards: int = 0
@@ -66,12 +76,14 @@ class ScriptedEngine(EngineControl):
             if not self._changed.wait_for(lambda: not self.paused, within_s):
                 return False
             self._running += 1
-        before = [(rank.version, rank.poisoned) for rank in self.ranks]
+        before = self._held()
+        asleep = any(rank.asleep for rank in self.ranks)
         threading.Event().wait(0)  # others run
-        after = [(rank.version, rank.poisoned) for rank in self.ranks]
+        after = self._held()
         with self._changed:
             self.wrong += ["a write during a forward pass"] * (self._writing or before != after)
             self.wrong += ["ranks differ"] * (len(set(before)) > 1)
+            self.wrong += ["memory that is away"] * asleep
             self.wrong += ["poisoned weights"] * any(rank.poisoned for rank in self.ranks)
             self.wrong += ["a stale cache"] * (self.cached not in (None, before[0][0]))
             self.cached = before[0][0]
@@ -80,6 +92,13 @@ class ScriptedEngine(EngineControl):
             self._changed.notify_all()
         return True
 
+    def _held(self) -> list[tuple[int | None, str]]:
+        """What is in each rank's memory, whether or not it follows."""
+        return [
+            (self.loaded if rank.version is None else rank.version, rank.poisoned)
+            for rank in self.ranks
+        ]
+
     def initialise(self) -> None:
         """Every rank is at `start`, unless it is somewhere already."""
         with self._step("initialise") as how:
@@ -87,9 +106,13 @@ class ScriptedEngine(EngineControl):
                 for rank in self.ranks:
                     rank.poisoned = "the rebuild broke off"
                 raise ApplyError("poisoned", kind=Kind.POISONED)
+            self.wrong += ["a start while asleep"] * any(rank.asleep for rank in self.ranks)
+            self._writing = self.loaded not in (None, self.start)
+            self._meanwhile("initialise")
             for rank in self.ranks:
                 rank.version = self.start if rank.version is None else rank.version
                 rank.poisoned = ""
+            self._writing = False
 
     def status(self) -> list[RankStatus]:
         """What the ranks say."""
@@ -111,6 +134,7 @@ class ScriptedEngine(EngineControl):
                     "shadow_bytes": 0,
                     "scratch_bytes": 64,
                     "last_pause_s": None,
+                    "asleep": rank.asleep,
                 }
             )
             for number, rank in enumerate(self.ranks)
@@ -125,10 +149,32 @@ class ScriptedEngine(EngineControl):
             self.cached = None
             self.requests += [mode.value]
 
+    def is_paused(self) -> bool:
+        """Whether forward passes are kept out."""
+        with self._step("is_paused"):
+            return self.paused
+
+    def sleep(self) -> None:
+        """As somebody else puts an engine to sleep: paused, memory away, caches gone."""
+        self.paused, self.cached = True, None
+        for rank in self.ranks:
+            rank.asleep = True
+
+    def wake_up(self) -> None:
+        """Memory is back, and forward passes are let in."""
+        for rank in self.ranks:
+            rank.asleep = False
+        with self._changed:
+            self.paused = False
+            self._changed.notify_all()
+
     def update(self, wanted: Wanted) -> None:
         """Write the staged version, rank by rank."""
         with self._step(f"update({wanted})") as how:
             target = self.staged
+            self._meanwhile("update")
+            if any(rank.asleep for rank in self.ranks):
+                raise ApplyError("the engine sleeps", kind=Kind.NOT_STAGED)
             if target is None:
                 raise ApplyError("nothing is staged", kind=Kind.NOT_STAGED)
             if how == "poisoned":
@@ -138,6 +184,7 @@ class ScriptedEngine(EngineControl):
             self._writing = True
             for rank in self.ranks[: 1 if how == "mixed" else None]:
                 rank.version = target
+                self._meanwhile("write")
                 threading.Event().wait(0)
             self._writing = False
             if how == "mixed":
@@ -161,12 +208,19 @@ class ScriptedEngine(EngineControl):
     def re_anchor(self) -> None:
         """Write the newest version whole."""
         with self._step("re_anchor"):
+            self._meanwhile("re_anchor")
             newest = max([self.staged or 0, *(rank.version or 0 for rank in self.ranks)])
+            self.wrong += ["a rebuild that is not kept apart"] * (not self.paused)
             self._writing = True
             for rank in self.ranks:
                 rank.version, rank.poisoned = newest, ""
             self._writing = False
             self.staged = None
+
+    def _meanwhile(self, call: str) -> None:
+        done = self.meanwhile.pop(call, None)
+        if done is not None:
+            done()
 
     def _step(self, call: str) -> _Step:
         self.calls.append(call)

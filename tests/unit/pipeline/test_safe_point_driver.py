@@ -7,7 +7,13 @@ import itertools
 import pytest
 
 from deltastore.errors import ApplyError, InvalidInputError, Kind
-from deltastore.events import ActivationFailed, EngineHeld, EngineReleased, SafePointPassed
+from deltastore.events import (
+    ActivationFailed,
+    ActorJoined,
+    EngineHeld,
+    EngineReleased,
+    SafePointPassed,
+)
 from deltastore.pipeline.engine_control import PauseMode, RankStatus
 from deltastore.pipeline.safe_point import SafePointDriver, SafePointSettings, Turn
 from deltastore.testing.clock import FakeClock
@@ -33,6 +39,8 @@ class Driven:
         )
         assert self.driver.turn() is Turn.NOTHING
         assert self.driver.view().served == served(1)
+        assert self.events == [ActorJoined("engine-1", 1, "engine", 0, 0)]
+        self.events.clear()
         self.engine.calls.clear()
         self.engine.requests.clear()
 
@@ -58,11 +66,13 @@ def test_a_staged_version_is_activated_in_the_only_safe_order() -> None:
     driven.engine.staged = 4
     assert driven.driver.turn() is Turn.ACTIVATED
     assert driven.engine.calls == [
+        "is_paused",
         "status",
         "pause(keep)",
         "update(newest)",
         "status",
         "reset",
+        "is_paused",
         "resume",
     ]
     assert driven.events == [SafePointPassed("engine-1", 1, 4, hash_of(4), "keep", 0, 0, 0, 0)]
@@ -236,12 +246,12 @@ def test_requests_wait_for_a_held_engine_no_longer_than_told() -> None:
     driven.engine.faults = [("update", "poisoned"), *[("re_anchor", "before")] * 8]
     started_s = driven.clock.monotonic_s()
     assert driven.driver.turn() is Turn.HELD
-    while driven.engine.requests == ["keep"]:
+    while "abort" not in driven.engine.requests:
         driven.clock.advance_s(0.5)
         driven.driver.turn()
     assert 30 <= driven.clock.monotonic_s() - started_s <= 31
     driven.turns_until(Turn.RECOVERED, most=2000)
-    assert driven.engine.requests == ["keep", "abort", "keep"]
+    assert driven.engine.requests.count("abort") == 1
 
 
 def test_attempts_grow_apart_up_to_a_limit() -> None:
@@ -268,7 +278,7 @@ def test_an_engine_left_paused_by_a_killed_driver_is_resumed() -> None:
     assert engine.wrong == []
 
 
-@pytest.mark.parametrize("call", ["pause", "reset", "resume"])
+@pytest.mark.parametrize("call", ["reset", "resume"])
 def test_an_engine_that_cannot_be_made_ready_is_held(call: str) -> None:
     """It found its version but not a safe point: out of rotation until it has had one."""
     engine, clock = ScriptedEngine(faults=[(call, "before")]), FakeClock()
@@ -299,7 +309,8 @@ def test_a_run_that_cannot_be_followed_leaves_the_engine_alone() -> None:
     assert driver.turn() is Turn.FAILED
     assert driver.error is not None
     assert driver.view().trouble == "engine: initialise failed"
-    assert engine.calls == ["initialise", "status"]
+    assert engine.calls[2:] == ["pause(keep)", "initialise", "status", "is_paused", "resume"]
+    assert engine.forward()
     while driver.turn() is not Turn.NOTHING or driver.view().served is None:
         clock.advance_s(0.5)
     assert (driver.view().trouble, driver.error) == ("", None)
@@ -311,7 +322,7 @@ def test_a_start_that_broke_off_while_it_wrote_is_held() -> None:
     driver = SafePointDriver(engine, clock, name="e", settings=PROMPT)
     assert driver.turn() is Turn.HELD
     assert engine.paused
-    assert engine.requests == ["abort"]
+    assert engine.requests == ["keep"]
     clock.advance_s(1.0)
     assert driver.turn() is Turn.RECOVERED
     assert "re_anchor" not in engine.calls
@@ -326,8 +337,16 @@ def test_workers_that_were_started_again_are_initialised_again() -> None:
     for rank in driven.engine.ranks:
         rank.version = None
     assert driven.driver.turn() is Turn.NOTHING
-    assert driven.engine.calls[:3] == ["status", "initialise", "status"]
-    assert driven.engine.calls[3:] == ["pause(keep)", "reset", "resume"]
+    assert driven.engine.calls == [
+        "is_paused",
+        "status",
+        "pause(keep)",
+        "initialise",
+        "status",
+        "reset",
+        "is_paused",
+        "resume",
+    ]
 
 
 def test_an_update_that_changed_nothing_is_a_failure() -> None:
@@ -368,6 +387,7 @@ def test_nobody_resumes_a_held_engine_by_hand() -> None:
         {"rank": 0, "poisoned": 1},
         {"rank": 0, "last_pause_s": -1.0},
         {"rank": 0, "dense_share": "much"},
+        {"rank": 0, "asleep": 1},
     ],
 )
 def test_a_status_that_is_none_is_refused(document: object) -> None:

@@ -21,6 +21,7 @@ FAULTS = st.sampled_from(
         ("initialise", "before"),
         ("initialise", "poisoned"),
         ("status", "before"),
+        ("is_paused", "before"),
         ("pause", "before"),
         ("pause", "after"),
         ("update", "before"),
