@@ -174,8 +174,10 @@ def _mapped(
         size += -(-layout.tensors[tensor].size_bytes // _ALIGNMENT) * _ALIGNMENT
     if max_bytes is not None and size > max_bytes:
         raise InvalidInputError(
-            f"dense-only tensors need {size} bytes of shadows, more than {max_bytes}",
+            f"{len(dense)} dense-only tensors need {size} bytes of shadows, more than"
+            f" shadow_max_bytes, {max_bytes}",
             kind=Kind.LIMIT,
+            hint="raise shadow_max_bytes if the folder has room for it, for each rank of the host",
         )
     if not size:
         return {}

@@ -199,8 +199,9 @@ class RankApplier(Generic[P]):
     def write_state(self, state: BitState, target: ActiveVersion) -> None:
         """Write a whole state on all ranks and prove it: the way out of poison. Collective.
 
-        Raises ApplyError(poisoned) on every rank when it cannot be proved; InvalidInputError or
-        IntegrityError(layout_mismatch) never reach the weights, and leave everything as it was.
+        Raises ApplyError on every rank alike: `rolled_back` when on some rank the state is of
+        another layout, or the ranks were given different ones: nothing was written, and who was
+        poisoned still is; `poisoned` when it was written and cannot be proved, or a vote failed.
         """
         cause: Exception | None = None
         self._voter.renew(target.version)

@@ -85,10 +85,13 @@ def test_an_engine_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
         assert ours == served_by_a_fresh_one(run, version)
 
 
-def test_repacked_experts_are_refused_or_reloaded(tmp_path: Path) -> None:
+def test_repacked_experts_are_refused_or_reloaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """CASE R2, R8: experts that this engine keeps in another form are found; without allow_dense it
     is not followed, and serves on; with it the engine equals a fresh one after three versions, of
-    which the third failed at first after part k, for every k, and was undone."""
+    which the third failed at first after part k, for every k, and was undone. Shadows above their
+    limit are refused; what following costs is said at the start."""
     checkpoint = tiny_qwen3_moe(tmp_path / "model")
     run = TinyRun(tmp_path, checkpoint)
     engine = start_engine(
@@ -102,7 +105,14 @@ def test_repacked_experts_are_refused_or_reloaded(tmp_path: Path) -> None:
             initialise(engine)
         assert caught.value.kind is Kind.COVERAGE
         assert (generate(engine), digests(engine)) == before
-        initialise(engine, allow_dense=True)
+        with pytest.raises(DeltastoreError, match="shadow_max_bytes, 1000") as caught:
+            initialise(engine, allow_dense=True, shadow_max_bytes=1000)
+        assert caught.value.kind is Kind.LIMIT
+        assert digests(engine) == before[1]
+        with caplog.at_level("INFO", logger="deltastore"):
+            initialise(engine, allow_dense=True)
+        (line,) = [one.getMessage() for one in caplog.records if "follows" in one.getMessage()]
+        assert "reloaded" in line
         (status,) = statuses(engine)
         assert status["dense_share"] > 0.05
         assert status["shadow_bytes"] > 0

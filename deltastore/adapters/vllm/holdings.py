@@ -7,6 +7,7 @@ the bytes of the checkpoint that was loaded, and covered over all ranks together
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from deltastore.format.layout import Layout
     from deltastore.pipeline.group import Group
 
-
+_log = logging.getLogger(__name__)
 MAX_NAMES = 64
 
 
@@ -134,12 +135,14 @@ def find_holdings(
 
     def build() -> dict[str, Any]:
         trace = demote(found[0], report.dense)
-        shadows = None
+        shadows, reload_s = None, 0.0
         if trace.dense_only:
             groups = closures(trace, layout)
             reload = model.reload(groups, layout)
             with _refusing(), model.reader(layout) as reader:
+                started_s = clock.monotonic_s()
                 reload.prove(reader.tensor)
+                reload_s = clock.monotonic_s() - started_s
                 shadows = DenseShadows(
                     layout,
                     trace.dense_only,
@@ -148,6 +151,7 @@ def find_holdings(
                     reload=reload,
                     runtime=model.runtime,
                     folder=folder,
+                    max_bytes=settings.shadow_max_bytes,
                 )
 
         def unused_fingerprint(tensor: int) -> Fingerprint:
@@ -170,10 +174,29 @@ def find_holdings(
                 0 if shadows is None else shadows.size_bytes,
             )
         )
-        return {}
+        return {"shadow_bytes": held[0].shadow_bytes, "reload_ms": round(1000 * reload_s)}
 
-    meet(group, clock, build)
+    costs = meet(group, clock, build)
+    if group.rank == 0:
+        _say(report, costs)
     return held[0]
+
+
+def _say(report: CoverageReport, costs: Sequence[dict[str, Any]]) -> None:
+    """What an operator must know before the first update, in one line per engine."""
+    _log.info(
+        "follows %s tensors: %s written in place, %s reloaded (%.1f %% of all bytes), %s not held;"
+        " shadows take %s bytes on %s ranks; an update that changes all that is reloaded pauses"
+        " for about %.1f s more",
+        len(report.layout),
+        report.placed,
+        len(report.dense),
+        100 * report.dense_share,
+        len(report.unused),
+        sum(one["shadow_bytes"] for one in costs),
+        len(costs),
+        max(one["reload_ms"] for one in costs) / 1000,
+    )
 
 
 def _traced(model: EngineModel, layout: Layout) -> LoaderTrace:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from deltastore.format.signing import TrustedKeys
 
 SECTION = "deltastore"
+SHADOW_MAX_BYTES = 8 << 30
+"""The spool is often in shared memory, and every rank of a host has its own."""
 STAGERS = ("own", "shared")
 SERVER_KEYS = frozenset(
     {
@@ -62,6 +64,8 @@ class EngineSettings:
         stage_max_bytes: of updates in the spool, when this engine starts the stager.
         scratch_max_bytes: of memory for temporaries on the parameters' device, kept aside from the
             start; old bits are kept on the host.
+        shadow_max_bytes: of the copies of weights that are reloaded rather than written, of each
+            rank, in the spool folder.
         full_check_every_versions: activations between proofs of all live weights.
         vote_timeout_s: how long a rank waits for the others before it takes itself out.
         stage_wait_s: how long an update waits for a version that is not staged yet.
@@ -83,6 +87,7 @@ class EngineSettings:
     unfilled: tuple[str, ...] = ()
     stage_max_bytes: int = 2 << 30
     scratch_max_bytes: int = SCRATCH_MAX_BYTES
+    shadow_max_bytes: int = SHADOW_MAX_BYTES
     full_check_every_versions: int = 64
     vote_timeout_s: float = 30.0
     stage_wait_s: float = 120.0
@@ -96,6 +101,7 @@ class EngineSettings:
             check_name(self.engine, "engine")
         require(0 < self.vote_timeout_s <= 3600, "vote_timeout_s", self.vote_timeout_s, "to 3600")
         require(0 <= self.stage_wait_s <= 86400, "stage_wait_s", self.stage_wait_s, "to 86400")
+        require(self.shadow_max_bytes >= 0, "shadow_max_bytes", self.shadow_max_bytes, "0 or more")
         _ = self.follower, self.trusted  # their own rules
 
     @property

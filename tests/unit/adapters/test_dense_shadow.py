@@ -316,7 +316,7 @@ def test_a_whole_state_is_loaded_whole() -> None:
 def test_shadows_say_what_they_cost_and_keep_to_their_limit() -> None:
     """The size is known before an update comes, and more than the limit is refused."""
     assert Engine().shadows.size_bytes == 3 * 48
-    with pytest.raises(InvalidInputError) as caught:
+    with pytest.raises(InvalidInputError, match="shadow_max_bytes, 100") as caught:
         Engine(max_bytes=100)
     assert caught.value.kind is Kind.LIMIT
 

@@ -95,6 +95,7 @@ def test_the_servers_settings_are_not_the_workers() -> None:
         ({"run": RUN, "allow_dense": 1}, "allow_dense"),
         ({"run": RUN, "scratch_max_bytes": True}, "scratch_max_bytes"),
         ({"run": RUN, "scratch_max_bytes": -1}, "scratch_max_bytes"),
+        ({"run": RUN, "shadow_max_bytes": -1}, "shadow_max_bytes"),
         ({"run": RUN, "full_check_every_versions": 0}, "full_check_every_versions"),
         ({"run": RUN, "unused": "mtp.*"}, "unused"),
         ({"run": RUN, "unfilled": [1]}, "unfilled"),
