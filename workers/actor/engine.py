@@ -60,6 +60,8 @@ class Completions:
         finished: per sample, whether it stopped by itself.
         begin, end: what the engine says its weights were at the first token and at the last; None:
             its weights are changed by its caller alone, between two calls.
+        unversioned: what is wrong with the engine's own label, when it names no version: then
+            nobody knows what sampled the tokens, and `begin` and `end` are None.
     """
 
     tokens: list[list[int]]
@@ -67,6 +69,7 @@ class Completions:
     finished: list[bool]
     begin: ServedVersion | None = None
     end: ServedVersion | None = None
+    unversioned: str = ""
 
 
 class Engine(Protocol):

@@ -178,14 +178,13 @@ class RolloutWorker:
         lease = item.lease
         bound = ServedVersion(lease.version, lease.policy_hash)
         odd = [m for m in (completions.begin, completions.end) if m is not None and m != bound]
-        if not odd:
+        if not odd and not completions.unversioned:
             return True
         _LOG.error(
-            "job %s is bound to version %d, the engine sampled from %s to %s: handed back",
+            "job %s is bound to version %d, the engine sampled %s: handed back",
             lease.job_id,
             lease.version,
-            completions.begin,
-            completions.end,
+            completions.unversioned or f"from {completions.begin} to {completions.end}",
         )
         self.in_doubt = True
         tokens = sum(len(row) for row in completions.tokens)

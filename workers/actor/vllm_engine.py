@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from deltastore.errors import InvalidInputError, Kind
+from deltastore.errors import FormatError, InvalidInputError, Kind
 from workers.actor.engine import Completions, GenerationStopped, parse_label
 from workers.sampling import MILLI
 
@@ -143,17 +143,27 @@ class _Sample:
 
 
 def _completions(sampling: Sampling, samples: Sequence[_Sample]) -> Completions:
-    begin, end = _ends([label for sample in samples for label in sample.labels or [UNLABELLED]])
+    labels = [label for sample in samples for label in sample.labels or [UNLABELLED]]
+    begin, end, unversioned = None, None, ""
+    try:
+        begin, end = _ends(labels)
+    except FormatError as err:
+        unversioned = err.message  # a reason to doubt, not to die: the work is handed back
     return Completions(
         [list(sample.tokens) for sample in samples],
         [sample.logprobs for sample in samples],
         [sample.tokens[-1] == sampling.stop_token for sample in samples],
         begin=begin,
         end=end,
+        unversioned=unversioned,
     )
 
 
 def _ends(labels: Sequence[str]) -> tuple[ServedVersion, ServedVersion]:
-    """The first of the labels, and the last that differs from it, if one does."""
-    odd = [label for label in labels if label != labels[0]]
-    return parse_label(labels[0]), parse_label(odd[-1] if odd else labels[0])
+    """The first of the labels, and the last that differs from it, if one does.
+
+    FormatError when any of them names no version.
+    """
+    named = [parse_label(label) for label in labels]
+    odd = [version for version in named if version != named[0]]
+    return named[0], odd[-1] if odd else named[0]

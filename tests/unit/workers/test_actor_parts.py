@@ -170,6 +170,24 @@ def test_tokens_of_other_weights_than_the_leases_are_handed_back(begin: int, end
     assert (event.job, event.outcome) == ("j1", "wrong_version")
 
 
+def test_tokens_of_no_version_are_handed_back() -> None:
+    """An engine whose label names no version is in doubt; the actor goes on (CASE R20)."""
+
+    class Unlabelled(StubEngine):
+        def generate(self, prompts: Sequence[Prompt], progress: Progress) -> list[Completions]:
+            made = super().generate(prompts, progress)
+            return [replace(one, unversioned="labelled 'default'") for one in made]
+
+    bench = Bench(engine=Unlabelled())
+    bench.offer("j1")
+    worker = bench.worker()
+    assert worker.work(worker.take(ACTIVE)) == []
+    assert worker.in_doubt
+    assert list(bench.run.store.list("")) == []
+    counts = bench.memory.job_counts()
+    assert (counts.open, counts.leased) == (1, 0)
+
+
 def test_marks_that_agree_with_the_lease_are_delivered() -> None:
     """An engine that names the lease's own weights is believed, and the result says both ends."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltastore.errors import FormatError, InvalidInputError
+from deltastore.errors import InvalidInputError
 from deltastore.format.key_files import trusted_line
 from deltastore.format.signing import MaySign, SigningKey
 from tests.unit.workers.kit import hash_of
@@ -145,9 +145,16 @@ def test_both_ends_are_what_the_engine_says() -> None:
     assert (str(one.begin), str(one.end)) == (LABELS[0], LABELS[0])
     (crossed,) = engine(ScriptedLLM(labels=LABELS)).generate([prompt()], always)
     assert (str(crossed.begin), str(crossed.end)) == LABELS
-    for labels in ((), ("default",)):
-        with pytest.raises(FormatError, match="of no version"):
-            engine(ScriptedLLM(labels=labels)).generate([prompt()], always)
+
+
+@pytest.mark.parametrize(
+    "labels", [(), ("default",), ("poisoned",), (LABELS[0], "default", LABELS[0])]
+)
+def test_tokens_of_no_version_are_said_to_be_that(labels: tuple[str, ...]) -> None:
+    """A label that is missing or odd, in the middle too, is an answer and no crash (CASE R20)."""
+    (one,) = engine(ScriptedLLM(labels=labels)).generate([prompt()], always)
+    assert (one.begin, one.end) == (None, None)
+    assert "of no version" in one.unversioned
 
 
 @pytest.mark.parametrize(
