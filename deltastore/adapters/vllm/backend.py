@@ -27,7 +27,6 @@ from deltastore.adapters.vllm.refusals import checkpoint_folder, refuse_unfollow
 from deltastore.adapters.vllm.rendezvous import meet
 from deltastore.adapters.vllm.scratch import Scratch
 from deltastore.adapters.vllm.settings import parse_settings, section_of
-from deltastore.adapters.vllm.versions import find_facts, require_supported
 from deltastore.adapters.vllm.world import agree_on_spool, engine_group
 from deltastore.clock import SystemClock
 from deltastore.errors import ApplyError, InvalidInputError, Kind
@@ -82,7 +81,6 @@ class DeltastoreEngine(WeightTransferEngine):
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
-        require_supported(find_facts())
         refuse_unfollowable(vllm_config)
         super().__init__(config, vllm_config, device, model)
         self._section = section_of(vllm_config.additional_config)

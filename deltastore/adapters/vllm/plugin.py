@@ -6,7 +6,8 @@ vLLM calls `register` in every process it has, some of them more than once. In e
   - and, for engines whose backend it is, and no others: loads the model without packing weights on
     CPUs, says at which version the engine serves (`weight_marker.py`), tells the backend when the
     engine sleeps.
-An engine that does not use the backend runs as if this package were not installed.
+Of an engine that does not use the backend nothing is changed but its start on a CPU: the kernel is
+asked for the tile registers, and vLLM's search for kernels passes by odd objects (`cpu_start.py`).
 """
 
 from __future__ import annotations
@@ -35,12 +36,11 @@ def register() -> None:
     if getattr(WeightTransferEngineFactory, _DONE, False):
         return
     setattr(WeightTransferEngineFactory, _DONE, True)
+    module = "deltastore.adapters.vllm.versions"
     if refusal(find_facts()) is not None:
-        module = "deltastore.adapters.vllm.versions"
         WeightTransferEngineFactory.register_engine(BACKEND, module, "refused_engine")
         return
-    module = "deltastore.adapters.vllm.backend"
-    WeightTransferEngineFactory.register_engine(BACKEND, module, "DeltastoreEngine")
+    WeightTransferEngineFactory.register_engine(BACKEND, module, "checked_engine")
     if on_cpu():
         claim_tiles()
         pass_by_odd_attributes()
