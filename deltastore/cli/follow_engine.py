@@ -9,10 +9,11 @@ out of rotation, and the exit code says so.
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from deltastore.cli.keys import read_trusted
 from deltastore.cli.output import one_line
 from deltastore.clock import SystemClock
 from deltastore.errors import ApplyError, InvalidInputError, Kind
+from deltastore.events import both, discard
+from deltastore.observability.jsonl import JsonlSink
 from deltastore.pipeline.engine_control import PauseMode
 from deltastore.pipeline.safe_point import SafePointDriver, SafePointSettings, Turn
 from deltastore.repository.resolve import find_head
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
     from deltastore.cli.connection import Connection
     from deltastore.cli.output import Document, Output
     from deltastore.clock import Clock
+    from deltastore.events import EventSink
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class EngineFollowing:
         policy: what becomes of requests in flight.
         once: activate what exists now, then end.
         within_s: how long `once` may take.
+        events: a file that each event is appended to.
+        metrics_port: of this machine, where metrics are served; 0 takes any free one.
     """
 
     server: str
@@ -54,6 +62,8 @@ class EngineFollowing:
     jitter_s: float = 1.0
     within_s: float = 600.0
     trusted: Path | None = None
+    events: Path | None = None
+    metrics_port: int | None = None
 
     @property
     def safe_points(self) -> SafePointSettings:
@@ -81,10 +91,15 @@ def follow_engine(
     )
     with connection.run(run_url) as run:  # it exists, before anything is paused
         newest = find_head(run)
-    driver = SafePointDriver(
-        control, clock, name=str(control.address), settings=following.safe_points
-    )
-    with _ending_on_signals(stopping) as interrupted:
+    with ExitStack() as stack:
+        driver = SafePointDriver(
+            control,
+            clock,
+            name=str(control.address),
+            settings=following.safe_points,
+            sink=_observed(stack, run.name, following, clock),
+        )
+        interrupted = stack.enter_context(_ending_on_signals(stopping))
         _drive(run.name, driver, newest, following, clock, stopping, output)
     if driver.view().held:
         raise ApplyError(
@@ -94,6 +109,21 @@ def follow_engine(
         )
     if interrupted.is_set():
         raise KeyboardInterrupt
+
+
+def _observed(stack: ExitStack, run: str, following: EngineFollowing, clock: Clock) -> EventSink:
+    """What takes the driver's events until the stack is closed."""
+    sink: EventSink = discard
+    if following.metrics_port is not None:
+        from deltastore.observability.metrics import Metrics, MetricsServer
+
+        sink = metrics = Metrics(run)
+        served = stack.enter_context(MetricsServer(metrics, port=following.metrics_port))
+        _LOG.info("metrics of the safe points are at http://127.0.0.1:%d/metrics", served.port)
+    if following.events is not None:
+        with typed_errors(following.events):
+            sink = both(sink, stack.enter_context(JsonlSink(following.events, clock)))
+    return sink
 
 
 def _worker_settings(

@@ -185,6 +185,19 @@ def follow(
         float,
         typer.Option("--within-s", min=1, help="With --vllm and --once: how long it may take."),
     ] = 600.0,
+    events: Annotated[
+        Path | None,
+        typer.Option("--events", metavar="FILE", help="With --vllm: append events to this file."),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            min=0,
+            max=65535,
+            help="With --vllm: answer GET /metrics on 127.0.0.1.",
+        ),
+    ] = None,
     trusted_keys: TrustedKeysFile = None,
     *,
     connection: Connection,
@@ -200,10 +213,23 @@ def follow(
 
         _refuse_together("--vllm", "--out", out is not None)
         engine = EngineFollowing(
-            vllm, policy, once, poll_s, within_s=within_s, trusted=trusted_keys
+            vllm,
+            policy,
+            once,
+            poll_s,
+            within_s=within_s,
+            trusted=trusted_keys,
+            events=events,
+            metrics_port=metrics_port,
         )
         follow_engine(run_url, connection, engine, Output(as_json))
         return
+    if events is not None or metrics_port is not None:
+        raise InvalidInputError(
+            "--events and --metrics-port tell of a server's safe points",
+            kind=Kind.SETTING,
+            hint="give --vllm URL, too",
+        )
     following = Following(out, once, keep, poll_s, streams, read_trusted(trusted_keys))
     follow_run(run_url, connection, following, Output(as_json))
 

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from deltastore.cli.app import app
 from deltastore.errors import ApplyError, Kind
+from deltastore.events import ActorJoined, SafePointPassed
+from deltastore.observability.jsonl import read_events
 from deltastore.testing.checkpoints import tiny_checkpoint
 from tests.unit.adapters.development_server import DevelopmentServer, serving
 from tests.unit.pipeline.scripted_engine import Rank, ScriptedEngine, hash_of
@@ -147,3 +149,36 @@ def test_what_cannot_work_is_refused(
     assert result.exit_code in (2, 3)
     assert says in result.stderr
     assert server.engine.calls == []
+
+
+def test_every_stage_of_a_safe_point_is_observed(
+    server: DevelopmentServer, run_url: str, tmp_path: Path
+) -> None:
+    """`--events` has the start and the safe point; `--metrics-port` counts them."""
+    server.engine.start, server.engine.staged = 0, 1
+    log = tmp_path / "events.jsonl"
+    result = follow(server, run_url, "--once", "--events", str(log), "--metrics-port", "0")
+    assert result.exit_code == 0, result.output
+    joined, passed = [one.event for one in read_events(log)]
+    assert isinstance(joined, ActorJoined)
+    assert isinstance(passed, SafePointPassed)
+    assert (joined.version, passed.base_version, passed.version) == (0, 0, 1)
+
+
+def test_a_port_that_is_taken_is_refused_before_the_engine_pauses(
+    server: DevelopmentServer, run_url: str
+) -> None:
+    """The server is left as it is."""
+    port = server.url.rpartition(":")[2]
+    result = follow(server, run_url, "--once", "--metrics-port", port)
+    assert result.exit_code == 2
+    assert "metrics cannot be served" in result.output
+    assert server.engine.calls == []
+
+
+@pytest.mark.parametrize("words", [["--events", "e.jsonl"], ["--metrics-port", "0"]])
+def test_safe_points_are_observed_of_servers_only(run_url: str, words: list[str]) -> None:
+    """Without `--vllm` there are none, and the option is refused."""
+    result = CliRunner().invoke(app, ["follow", run_url, "--once", *words])
+    assert result.exit_code == 2
+    assert "--vllm" in result.output
