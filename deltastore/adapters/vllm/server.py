@@ -6,10 +6,11 @@ VLLM_PLUGINS names it:
     VLLM_PLUGINS=deltastore vllm serve MODEL --weight-transfer-config '{"backend": "deltastore"}' \
         --additional-config '{"deltastore": {"run": "s3://bucket/prefix/run", "policy": "keep"}}'
 
-No development mode. The follower starts with the server, in the background; until it has found its
-version the server serves what it loaded. `/health` (and `/ping`) answer 503 while the engine is out
-of rotation or dead, else as before; `GET /deltastore/status` says where the engine is; responses
-say which version they came from (`version_headers.py`).
+No development mode. The follower starts with the server, in the background; requests wait until it
+has found its version, and if it cannot follow, the server serves what it loaded. `/health` (and
+`/ping`) answer 503 while the engine is out of rotation or dead, else as before; `GET
+/deltastore/status` says where the engine is; responses say which version they came from
+(`version_headers.py`).
 """
 
 from __future__ import annotations
