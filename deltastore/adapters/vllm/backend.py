@@ -180,7 +180,8 @@ class DeltastoreEngine(WeightTransferEngine):
 
     def fingerprint(self) -> str:
         """A whole pass over the live weights of all ranks. Collective; only while paused."""
-        return str(self._following().fingerprint())
+        with self._scratch.lent():
+            return str(self._following().fingerprint())
 
     def status(self) -> dict[str, Any]:
         """What this rank says of itself; JSON. See docs/vllm.md."""
