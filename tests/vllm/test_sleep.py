@@ -89,6 +89,8 @@ def test_a_sleeping_engine_is_not_resumed_by_anybody() -> None:
 
         def preprocess_add_request(self) -> None: ...
 
+        def set_weight_version(self, _weight_version: str) -> None: ...
+
     mark_weights(Core, lambda _config: True)
     core = Core()
     with pytest.raises(ApplyError, match="sleeps"):

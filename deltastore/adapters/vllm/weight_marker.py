@@ -2,13 +2,15 @@
 
 The engine core's weight version is set to "version:policy-hash" after every call that may have
 changed weights, from what all worker ranks say of themselves: for `LLM`, `AsyncLLM` and the API
-server alike. When ranks are in doubt, or do not agree, it says "poisoned", takes no new request, is
-kept from stepping, and is not resumed, until they agree again.
+server alike; while the engine follows a run nobody else can set another one. When ranks are in
+doubt, or do not agree, it says "poisoned", takes no new request, is kept from stepping, and is not
+resumed, until they agree again.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 POISONED = "poisoned"
+_log = logging.getLogger(__name__)
 CALL = "deltastore_call"
 """The workers' method through which calls of `MOVING` and `OTHERS` are made: see `rank_call.py`."""
 MOVING = frozenset(
@@ -28,21 +31,21 @@ MOVING = frozenset(
         "update_weights",
         "finish_weight_update",
         "deltastore_re_anchor",
+        "shutdown_weight_transfer_engine",
     }
 )
 """Calls of workers after which an engine may be at another version, or in doubt."""
-OTHERS = frozenset(
-    {"start_weight_update", "start_draft_weight_update", "shutdown_weight_transfer_engine"}
-)
+OTHERS = frozenset({"start_weight_update", "start_draft_weight_update"})
 """Further calls that fail on all ranks."""
 
 
 def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
     """Have the cores of engines that use the backend keep their weight version true."""
-    call, resume, add = (
+    call, resume, add, name = (
         core_class.collective_rpc,
         core_class.resume_scheduler,
         core_class.preprocess_add_request,
+        core_class.set_weight_version,
     )
 
     @functools.wraps(call)
@@ -76,7 +79,15 @@ def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
         _refuse_in_doubt(self)
         return add(self, *arguments, **named)
 
+    @functools.wraps(name)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        proved = getattr(self, "_deltastore_label", "")
+        if proved and weight_version != proved:
+            _log.warning("the weight version stays %s: %r is not proved", proved, weight_version)
+        name(self, proved or weight_version)
+
     core_class.collective_rpc = collective_rpc
+    core_class.set_weight_version = set_weight_version
     core_class.resume_scheduler = resume_scheduler
     core_class.preprocess_add_request = preprocess_add_request
 
@@ -85,10 +96,11 @@ def _mark(core: Any, call: Callable[..., Any]) -> list[RankStatus]:
     """Ask all ranks where they are, and say so."""
     statuses = [RankStatus.parse(row) for row in call(core, "deltastore_status")]
     if unfollowed(statuses):
+        core._deltastore_label = ""  # others may name what they load
         return statuses
     active = agreed(statuses)
     _keep_from_stepping(core, doubt(statuses))
-    core.set_weight_version(POISONED if active is None else str(active))
+    _label(core, POISONED if active is None else str(active))
     return statuses
 
 
@@ -98,8 +110,13 @@ def _mark_after(err: Exception, core: Any, call: Callable[..., Any]) -> None:
         _mark(core, call)
     except Exception as second:  # noqa: BLE001 - the first one is raised, with this as its note
         _keep_from_stepping(core, f"the ranks do not say where they are: {second}")
-        core.set_weight_version(POISONED)
+        _label(core, POISONED)
         err.add_note(f"afterwards the ranks did not say where they are: {second}")
+
+
+def _label(core: Any, text: str) -> None:
+    core._deltastore_label = text
+    core.set_weight_version(text)
 
 
 def _keep_from_stepping(core: Any, reason: str) -> None:
