@@ -46,11 +46,11 @@ class Served:
         """A driver that activates at once, past its first turn."""
         settings = SafePointSettings(mode=mode, min_interval_s=0, jitter_s=0, look_s=0.05)
         control = control or AsyncControl(self.engine, self.loop)
-        self.events.clear()
         driver = SafePointDriver(
             control, SystemClock(), name="e", settings=settings, sink=self.events.append
         )
         assert driver.turn() is Turn.NOTHING, driver.view()
+        self.events.clear()  # of what it took to begin
         return driver
 
     def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
