@@ -6,6 +6,7 @@ this process dies without having stopped it.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -145,8 +146,11 @@ class Server(ABC):
         return self
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open, nothing answers."""
+        """SIGSTOP: connections stay open, nothing answers any more when this returns."""
         self._signal(signal.SIGSTOP)
+        if self._process is not None:  # the signal is on its way: threads may still answer
+            states = os.WSTOPPED | os.WEXITED | os.WNOWAIT
+            os.waitid(os.P_PID, self._process.pid, states)
 
     def resume(self) -> None:
         """SIGCONT after `pause`."""

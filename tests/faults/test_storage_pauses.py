@@ -34,14 +34,15 @@ def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServ
 
 @pytest.fixture
 def s3_server(own_server: SeaweedServer) -> SeaweedServer:
-    """The server behind this module's proxies."""
+    """The server behind this module's proxies; not left paused by a test that failed."""
+    own_server.resume()
     return own_server
 
 
 @pytest.fixture
-def s3_bucket(own_server: SeaweedServer) -> str:
+def s3_bucket(s3_server: SeaweedServer) -> str:
     """A bucket of the test's own."""
-    return own_server.create_bucket(f"pauses-{secrets.token_hex(6)}")
+    return s3_server.create_bucket(f"pauses-{secrets.token_hex(6)}")
 
 
 def _pause(proxy: S3Proxy, server: SeaweedServer, method: str, part: str) -> None:
