@@ -7,6 +7,10 @@ Kinds are append-only: dashboards and scripts match on them.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Kind(StrEnum):
@@ -181,3 +185,31 @@ class ApplyError(DeltastoreError):
 
 class InvalidInputError(DeltastoreError, ValueError):
     """The caller gave something that can never work; nothing was changed."""
+
+
+def error_row(err: DeltastoreError) -> dict[str, Any]:
+    """An error as it travels between processes: strings and numbers; what is None is left out."""
+    row = {"class": type(err).__name__, "kind": err.kind.value, "message": err.message}
+    about = {"run": err.run, "version": err.version, "key": err.key, "hint": err.hint}
+    return row | {name: value for name, value in about.items() if value is not None}
+
+
+def error_of(row: Mapping[str, Any]) -> DeltastoreError | None:
+    """The error that travelled: same class, kind, place and hint; None when the row is no error.
+
+    What the sender of another release knows and this one does not is no error either.
+    """
+    found = globals().get(str(row.get("class")))
+    known = {member.value: member for member in Kind}
+    kind, message = known.get(str(row.get("kind"))), row.get("message")
+    if not (isinstance(found, type) and issubclass(found, DeltastoreError)):
+        return None
+    if kind is None or not isinstance(message, str):
+        return None
+    about = {name: row.get(name) for name in ("run", "key", "hint")}
+    version = row.get("version")
+    if not all(value is None or isinstance(value, str) for value in about.values()):
+        return None
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        return None
+    return found(message, kind=kind, version=version, **about)

@@ -12,8 +12,14 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deltastore import errors
-from deltastore.errors import DeltastoreError, FormatError, IntegrityError, Kind, StorageError
+from deltastore.errors import (
+    DeltastoreError,
+    FormatError,
+    IntegrityError,
+    Kind,
+    StorageError,
+    error_of,
+)
 from deltastore.pipeline.spool import HeldLock, RankNote, SpoolFolder, is_locked, map_update
 
 if TYPE_CHECKING:
@@ -269,8 +275,5 @@ def _trouble(offer: Offer) -> DeltastoreError | None:
     if offer.trouble is None:
         return None
     name, kind, message = offer.trouble
-    found = getattr(errors, name, None)
-    known = {member.value: member for member in Kind}
-    if not (isinstance(found, type) and issubclass(found, DeltastoreError)) or kind not in known:
-        return DeltastoreError(message, kind=Kind.UNAVAILABLE)
-    return found(message, kind=known[kind], hint="see the stager's log")
+    row = {"class": name, "kind": kind, "message": message, "hint": "see the stager's log"}
+    return error_of(row) or DeltastoreError(message, kind=Kind.UNAVAILABLE)

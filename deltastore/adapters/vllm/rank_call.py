@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltastore import errors
-from deltastore.errors import DeltastoreError, Kind
+from deltastore.errors import DeltastoreError, error_of, error_row
 
 MAX_CHARS = 4000
 
@@ -25,9 +24,9 @@ class RankError:
         """As vLLM sends it from one of its processes to another."""
         err = self.error
         if isinstance(err, DeltastoreError):
-            about = (err.kind.value, err.run, err.version, err.key, err.hint)
-            return _rebuilt, (type(err).__name__, err.message[:MAX_CHARS], about)
-        return _rebuilt, ("", f"{type(err).__name__}: {err}"[:MAX_CHARS], None)
+            row = error_row(err)
+            return _rebuilt, (row | {"message": err.message[:MAX_CHARS]},)
+        return _rebuilt, ({"message": f"{type(err).__name__}: {err}"[:MAX_CHARS]},)
 
 
 def answer_of(worker: Any, method: str, arguments: Any, named: Any) -> Any:
@@ -45,9 +44,5 @@ def raise_first(answers: list[Any]) -> None:
             raise answer.error
 
 
-def _rebuilt(name: str, message: str, about: tuple[Any, ...] | None) -> RankError:
-    found = getattr(errors, name, None)
-    if about is None or not (isinstance(found, type) and issubclass(found, DeltastoreError)):
-        return RankError(RuntimeError(message))
-    kind, run, version, key, hint = about
-    return RankError(found(message, kind=Kind(kind), run=run, version=version, key=key, hint=hint))
+def _rebuilt(row: dict[str, Any]) -> RankError:
+    return RankError(error_of(row) or RuntimeError(row["message"]))

@@ -10,8 +10,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from deltastore import errors
-from deltastore.errors import ApplyError, DeltastoreError, FormatError, Kind
+from deltastore.errors import (
+    ApplyError,
+    DeltastoreError,
+    FormatError,
+    Kind,
+    error_of,
+    error_row,
+)
 from deltastore.format.canonical import canonical_json, parse_canonical_json
 
 if TYPE_CHECKING:
@@ -102,18 +108,12 @@ def _answer(text: bytes) -> Answer:
 
 def _row_of(err: BaseException) -> Answer:
     if isinstance(err, DeltastoreError):
-        row = {"class": type(err).__name__, "kind": err.kind.value, "hint": err.hint or ""}
-        return row | {"message": err.message}
-    kind = Kind.NOT_STAGED.value
-    return {"class": "ApplyError", "kind": kind, "hint": "", "message": f"{err!r}"[:2000]}
+        return error_row(err)
+    return error_row(ApplyError(f"{err!r}"[:2000], kind=Kind.NOT_STAGED))
 
 
 def _error_of(rank: int, text: bytes) -> DeltastoreError:
     """Another rank's error, as one of the same class and kind."""
     row = _answer(text)
-    found = getattr(errors, str(row.get("class")), None)
-    known = {member.value: member for member in Kind}
-    message, kind = f"rank {rank}: {row.get('message')}", known.get(str(row.get("kind")))
-    if not (isinstance(found, type) and issubclass(found, DeltastoreError)) or kind is None:
-        return ApplyError(message, kind=Kind.NOT_STAGED)
-    return found(message, kind=kind, hint=str(row.get("hint")) or None)
+    message = f"rank {rank}: {row.get('message')}"
+    return error_of(row | {"message": message}) or ApplyError(message, kind=Kind.NOT_STAGED)
