@@ -47,6 +47,7 @@ ENGINE = {
     "disable_log_stats": True,
 }
 STOPS_WITHIN_S = 120.0
+STAGED_WITHIN_S = 120.0  # a version of the run, fetched from its bucket
 LOOK_S = 0.1
 
 
@@ -152,7 +153,7 @@ class Inspection:
         return served.version
 
     def _await_staged(self, never: threading.Event) -> None:
-        deadline_s = self._clock.monotonic_s() + STOPS_WITHIN_S
+        deadline_s = self._clock.monotonic_s() + STAGED_WITHIN_S
         while True:
             statuses = self._control.status()
             if all(one.staged is not None and one.staged == one.head for one in statuses):
@@ -160,7 +161,7 @@ class Inspection:
             if self._clock.monotonic_s() > deadline_s:
                 why = next((one.trouble for one in statuses if one.trouble), "no reason is known")
                 raise ApplyError(
-                    f"nothing was staged within {STOPS_WITHIN_S:g} s: {why}",
+                    f"nothing was staged within {STAGED_WITHIN_S:g} s: {why}",
                     kind=Kind.NOT_STAGED,
                     hint="see the engine's log",
                 )
