@@ -46,6 +46,14 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+_LONG = ("test_chain_life.py", "test_chaos.py", "test_demo_run.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Minutes-long tests begin first: at the end of a run one worker would wait for the other."""
+    items.sort(key=lambda item: item.path.name not in _LONG)
+
+
 def _missing(what: str) -> None:
     message = f"{what} is not installed"
     if os.environ.get("CI"):

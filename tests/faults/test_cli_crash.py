@@ -64,7 +64,7 @@ def _crash(
     [
         ("init", "files"),
         ("publish", "files"),
-        ("publish", "bucket"),
+        pytest.param("publish", "bucket", marks=pytest.mark.slow),
         pytest.param("init", "bucket", marks=pytest.mark.slow),
     ],
 )
