@@ -109,12 +109,16 @@ class StagedFeed:
         return self._note.until
 
     def ask(self, until: int | None) -> None:
-        """Have nothing staged beyond that version; None: everything. Cheap when nothing changes."""
+        """Have nothing staged beyond that version; None: everything. Cheap when nothing changes.
+
+        With a version to end at, what is staged at or beyond it is offered anew: the stager
+        removes what it staged for those who take everything, and stops at that version for others.
+        """
         with self._lock:
             if until == self._note.until:
                 return
             staged = self._staged
-            if staged is not None and until is not None and staged.target.version > until:
+            if staged is not None and until is not None and staged.target.version >= until:
                 self._staged = self._spooled = None
             self._say(replace(self._note, until=until))
 
