@@ -10,6 +10,7 @@ piece at a time, for their offsets would be larger than they are.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,7 @@ class HeldRegion:
 
 
 @dataclass(slots=True, eq=False)
-class PlacedPart:
+class PlacedPart(ABC):
     """What of one block meets one held region. Its journal says how far it is written."""
 
     held: HeldRegion
@@ -167,23 +168,23 @@ class PlacedPart:
         return self.held.region.tensor
 
     @property
+    @abstractmethod
     def nnz(self) -> int:
         """How many changes."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def undo_bytes(self) -> int:
         """Old bits that must be kept to undo it."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def count(self) -> int:
         """How many pieces it has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def piece(self, number: int) -> Piece:
         """One of them; the same each time."""
-        raise NotImplementedError
 
     def change(self) -> Fingerprint:
         """What writing it would add to the fingerprint."""
