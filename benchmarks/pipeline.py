@@ -120,7 +120,7 @@ class Link(StoreWrapper):
 
 @contextmanager
 def server_apart(folder: Path) -> Iterator[SeaweedServer]:
-    """An S3 server on one core, everything else of this process on the others (if there are any)."""
+    """An S3 server on one core, everything else of this process on the others, if there are any."""
     cores = sorted(os.sched_getaffinity(0))
     ours, its = (cores[:-1], cores[-1:]) if len(cores) > 1 else (cores, cores)
     os.sched_setaffinity(0, its)  # a process inherits the cores of the thread that starts it
