@@ -19,6 +19,7 @@ from deltastore.storage.rules import (
     TEMPORARY_PREFIX,
     check_key,
     check_prefix,
+    check_unranged,
     is_key,
     object_exists,
     object_missing,
@@ -91,6 +92,7 @@ class FileStore:
             with path.open("rb", buffering=0) as file:
                 size_bytes = os.fstat(file.fileno()).st_size
                 if byte_range is None:
+                    check_unranged(key, size_bytes)
                     return _read(file.fileno(), 0, size_bytes)
                 if byte_range.end > size_bytes:
                     raise range_past_end(key, byte_range, size_bytes)

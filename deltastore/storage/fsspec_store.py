@@ -17,6 +17,7 @@ from deltastore.errors import DeltastoreError, InvalidInputError, Kind, StorageE
 from deltastore.storage.rules import (
     check_key,
     check_prefix,
+    check_unranged,
     is_key,
     object_exists,
     object_missing,
@@ -106,10 +107,13 @@ class FsspecStore:
         path = self._path(key)
         try:
             if byte_range is None:
+                check_unranged(key, int(self._info(path)["size"] or 0))
                 return bytes(self._fs.cat_file(path))
             body = self._read_range(path, byte_range)
             short = len(body) != byte_range.size_bytes
             size_bytes = int(self._info(path)["size"]) if short else 0
+        except DeltastoreError:
+            raise
         except Exception as err:
             raise self._translate(err, key) from err
         if short:

@@ -13,6 +13,7 @@ from deltastore.clock import Clock, SystemClock
 from deltastore.storage.rules import (
     check_key,
     check_prefix,
+    check_unranged,
     object_exists,
     object_missing,
     range_past_end,
@@ -66,6 +67,7 @@ class MemoryStore:
         """The object's bytes, or that range of them; see ObjectStore."""
         body = self._find(key).body
         if byte_range is None:
+            check_unranged(key, len(body))
             return body
         if byte_range.end > len(body):
             raise range_past_end(key, byte_range, len(body))

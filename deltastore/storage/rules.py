@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deltastore.errors import ConflictError, InvalidInputError, Kind, NotFoundError, StorageError
+from deltastore.errors import (
+    ConflictError,
+    FormatError,
+    InvalidInputError,
+    Kind,
+    NotFoundError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from deltastore.storage.store import ByteRange
 
 MAX_KEY_BYTES = 1024  # what S3 allows
+MAX_UNRANGED_BYTES = 256 << 20
+"""Read without a range: documents, never bodies. Whoever can write to a bucket could otherwise fill
+the memory of all who read it."""
 TEMPORARY_PREFIX = ".tmp-"
 """File names that begin so are unfinished writes of FileStore, in no listing and no key."""
 
@@ -84,6 +94,17 @@ def range_past_end(key: str, byte_range: ByteRange, size_bytes: int) -> InvalidI
         key=key,
         hint="the object is shorter than expected: compare its size with the manifest",
     )
+
+
+def check_unranged(key: str, size_bytes: int) -> None:
+    """Refuse to read a whole object that is larger than any document; FormatError(limit)."""
+    if size_bytes > MAX_UNRANGED_BYTES:
+        raise FormatError(
+            f"an object of {size_bytes} bytes is not read whole: the limit is {MAX_UNRANGED_BYTES}",
+            kind=Kind.LIMIT,
+            key=key,
+            hint="read ranges of it; if this should be a manifest, restore it from another region",
+        )
 
 
 def store_closed(url: str) -> StorageError:

@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deltastore.errors import Kind, NotFoundError, StorageError
+from deltastore.errors import InvalidInputError, Kind, NotFoundError, StorageError
 from deltastore.storage.parts import PartPlan, run_parts
-from deltastore.storage.rules import range_past_end
+from deltastore.storage.rules import check_unranged, range_past_end
 from deltastore.storage.s3_errors import (
     BOTO_ERRORS,
     credentials_expired,
@@ -170,13 +170,21 @@ class S3Reader:
         return not unequal
 
     def _read_once(self, key: str, wanted: ByteRange | None) -> bytes:
-        settings = self.calls.settings
-        first = None
-        if wanted is not None:
-            first = ByteRange(wanted.start, min(wanted.end, wanted.start + settings.part_bytes))
-        with self.calls.retrier.run(lambda: self._open(key, first, None)) as stream:
+        # Of an object of unknown size too, the first part: a response that is left before its end
+        # costs its connection, and the store what it has read ahead.
+        begin = 0 if wanted is None else wanted.start
+        part_end = begin + self.calls.settings.part_bytes
+        first = ByteRange(begin, part_end if wanted is None else min(part_end, wanted.end))
+        try:
+            stream = self.calls.retrier.run(lambda: self._open(key, first, None))
+        except InvalidInputError as err:
+            if wanted is None and err.kind is Kind.RANGE:
+                return b""  # an empty object has no range to ask for (S7)
+            raise
+        with stream:
             if wanted is None:
-                start, size_bytes = 0, stream.size_bytes
+                start, size_bytes = 0, stream.object_bytes
+                check_unranged(key, size_bytes)
             else:
                 start, size_bytes = wanted.start, wanted.size_bytes
                 if wanted.end > stream.object_bytes:

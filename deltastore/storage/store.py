@@ -89,6 +89,7 @@ class ObjectStore(Protocol):
         """The object's bytes, or that range of them; NotFoundError when absent.
 
         A range past the end of the object raises InvalidInputError, never returns fewer bytes.
+        Without a range, an object of more than 256 MiB raises FormatError(limit), unread.
         """
         ...
 

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deltastore.errors import ConflictError, InvalidInputError, Kind, NotFoundError
+from deltastore.errors import (
+    ConflictError,
+    FormatError,
+    InvalidInputError,
+    Kind,
+    NotFoundError,
+)
 from deltastore.ids import new_token
 from deltastore.storage.store import ByteRange, ObjectStore, PutMode, PutOutcome
 
@@ -92,6 +98,21 @@ class StoreTests:
         with pytest.raises(ConflictError):
             store.put("large", body + b"!", mode=CREATE)
         assert store.get("large") == body
+
+    def test_what_is_read_whole_is_bounded(
+        self, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An object larger than any document is not read without a range, whoever put it there;
+        ranges of it are."""
+        monkeypatch.setattr("deltastore.storage.rules.MAX_UNRANGED_BYTES", 1000)
+        body = _pattern(1001)
+        store.put("most", body[1:], mode=CREATE)
+        assert store.get("most") == body[1:]
+        store.put("more", body, mode=CREATE)
+        with pytest.raises(FormatError, match="1001 bytes") as refused:
+            store.get("more")
+        assert (refused.value.kind, refused.value.key) == (Kind.LIMIT, "more")
+        assert store.get("more", ByteRange(0, 1001)) == body
 
     def test_create_keeps_what_is_there(self, store: ObjectStore) -> None:
         """CASE S1: a create of the same bytes is ours, of others a conflict; nothing changes."""
