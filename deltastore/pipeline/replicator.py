@@ -13,6 +13,7 @@ hint. A crash leaves orphan bodies, never a manifest that names an absent object
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ RESTART_EVERY_VERSIONS = 64  # behind: how often to ask whether an anchor is the
 MAX_MANIFESTS = 64  # kept for a region that is behind; more are read from home
 MAX_NOTED = 256  # versions whose arrivals are remembered; of more, bodies are looked for again
 CLOSE_WAIT_S = 30.0  # a request that hangs longer is left to end with the process
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,10 @@ class RegionReplicator:
             except DeltastoreError as err:
                 self._report(err)
                 continue
+            except Exception as err:  # noqa: BLE001 - a thread that ends is behind for ever
+                _log.exception("region %s met what nobody expected", self.name)
+                self._report(_unexpected(err))
+                continue
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._stop.is_set() or self._target > self._held, RETRY_CAP_S
@@ -311,6 +317,9 @@ class RegionReplicator:
             self._sink(RegionFailed(self.name, self._held + 1, err.kind.value, str(err)))
         except DeltastoreError as untold:  # a full event log must not end this thread
             self._error = untold
+        except Exception as untold:  # noqa: BLE001 - nor may a sink with a fault in it
+            _log.exception("region %s could not report", self.name)
+            self._error = _unexpected(untold)
 
     def _bring(self, version: int) -> None:
         if self._limits.patience_s and self._brought_by_others(version):
@@ -375,3 +384,11 @@ class RegionReplicator:
                     del known[old]
             self._changed.notify_all()
         self._backlog.drop(version, and_below=True)
+
+
+def _unexpected(err: Exception) -> DeltastoreError:
+    return DeltastoreError(
+        f"{type(err).__name__}: {err}",
+        kind=Kind.UNAVAILABLE,
+        hint="this is a fault of deltastore or of an event sink: the log has its traceback",
+    )

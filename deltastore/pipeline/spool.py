@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import struct
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltastore.errors import (
+    DeltastoreError,
     FormatError,
     IntegrityError,
     InvalidInputError,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 MAX_NOTE_BYTES = 1 << 16
 MAX_RANKS = 256
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class SpoolFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._unread: dict[str, str] = {}
         for folder in (path, self.ranks, self.offers, self.updates):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -167,7 +171,11 @@ class SpoolFolder:
         _write_whole(self.ranks / f"{check_name(rank, 'rank')}.json", _note_row(note))
 
     def living_ranks(self) -> dict[str, RankNote]:
-        """The notes of the ranks that live; what dead ones left is removed."""
+        """The notes of the ranks that live; what dead ones left is removed.
+
+        A note that cannot be read (of another release, damaged) is its rank's trouble, no other's:
+        it is said once in the log and left out.
+        """
         notes: dict[str, RankNote] = {}
         for path in sorted(self.ranks.glob("*.json"))[: 2 * MAX_RANKS]:
             rank = path.stem
@@ -175,10 +183,21 @@ class SpoolFolder:
                 path.unlink(missing_ok=True)
                 (self.offers / path.name).unlink(missing_ok=True)
                 continue
-            row = _read(path)
-            if row is not None and len(notes) < MAX_RANKS:
-                notes[rank] = _note_of(row)
+            try:
+                row = _read(path)
+                note = None if row is None else _note_of(row)
+            except DeltastoreError as err:
+                self._say_unread(rank, str(err))
+                continue
+            self._unread.pop(rank, None)
+            if note is not None and len(notes) < MAX_RANKS:
+                notes[rank] = note
         return notes
+
+    def _say_unread(self, rank: str, cause: str) -> None:
+        if self._unread.get(rank) != cause:
+            self._unread[rank] = cause
+            _log.warning("rank %s gets nothing staged, its note cannot be read: %s", rank, cause)
 
     def write_offer(self, rank: str, offer: Offer) -> None:
         """Say to a rank what is staged for it."""

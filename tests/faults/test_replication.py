@@ -49,6 +49,7 @@ class SwitchedStore(StoreWrapper):
     def __init__(self, inner):
         super().__init__(inner)
         self.off = False
+        self.fault = unavailable
         self.tried = threading.Event()
 
     def put(self, key, body, *, mode):
@@ -69,7 +70,7 @@ class SwitchedStore(StoreWrapper):
     def _check(self):
         if self.off:
             self.tried.set()
-            raise unavailable()
+            raise self.fault()
 
 
 def _regions(**stores):
@@ -131,16 +132,25 @@ def test_region_down_for_twenty_versions(tmp_path, on_disk):
     assert any(isinstance(e, RegionFailed) for e in world.events)
 
 
-def test_a_region_outlives_a_full_event_log(tmp_path):
-    """A region whose trouble cannot be told goes on when it answers again, and says so itself."""
+@pytest.mark.parametrize(
+    ("trouble", "deaf"),
+    [
+        (unavailable, lambda: StorageError("no space", kind=Kind.DISK_FULL)),
+        (lambda: ZeroDivisionError("a fault of ours"), lambda: KeyError("a fault of the sink")),
+    ],
+)
+def test_a_region_outlives_a_full_event_log_and_faults_of_ours(tmp_path, trouble, deaf):
+    """A region whose trouble cannot be told, or is no error of ours, goes on when it can, and says
+    so itself."""
     far = SwitchedStore(MemoryStore())
+    far.fault = trouble
     world = World(tmp_path, region_stores={"far": far})
     untold = threading.Semaphore(0)
 
     def sink(event):
         if isinstance(event, RegionFailed):
             untold.release()
-            raise StorageError("no space", kind=Kind.DISK_FULL)
+            raise deaf()
 
     limits = RegionLimits(streams=1)
     (region,) = _regions(far=far)

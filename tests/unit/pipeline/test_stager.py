@@ -339,6 +339,21 @@ def test_unreadable_version_is_a_trouble_that_passes(world, folder, tmp_path):
     stager.close()
 
 
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"active":[],"attempt":0,"until":null}'])
+def test_a_note_that_cannot_be_read_is_its_ranks_trouble(world, folder, stager, caplog, text):
+    """A note of another release, or a damaged one, is said once and keeps nobody else waiting."""
+    odd, rank = Rank(world, folder, "a"), Rank(world, folder, "b")
+    (stager.folder.ranks / "a.json").write_bytes(text)
+    world.step(world.publisher(), 1)
+    _turns(world, stager)
+    assert rank.advance() == 2
+    assert [record for record in caplog.records if "rank a" in record.getMessage()][1:] == []
+    assert "rank a gets nothing staged" in caplog.text
+    stager.folder.write_note("a", odd.feed._note)
+    _turns(world, stager)
+    assert odd.advance() == 2
+
+
 # --- early staging
 
 
