@@ -144,15 +144,27 @@ class Follower:
         self._error = None
         if update is None:
             return False
+        if not self._keep(tip, update):
+            return False  # `reset` came in between
+        self._note_interval()
+        return True
+
+    def _keep(self, tip: ActiveVersion, update: StagedUpdate) -> bool:
+        """Stage what leads on from `tip`; composed without the lock, `take` would wait for it."""
         with self._lock:
             if self._tip != tip:
-                return False  # `reset` came in between
+                return False
             before = self._staged
-            self._staged = (
-                update if before is None else join_updates(self._run.layout, before, update)
-            )
+            if before is not None and before.state is not None:
+                update = join_updates(self._run.layout, before, update)  # writes into its state
+                self._staged, self._tip = update, update.target
+                return True
+        joined = update if before is None else join_updates(self._run.layout, before, update)
+        with self._lock:
+            if self._tip != tip:
+                return False
+            self._staged = joined if self._staged is before else update  # it was taken
             self._tip = update.target
-        self._note_interval()
         return True
 
     def catch_up(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from deltastore.pipeline.history import locate
 from deltastore.pipeline.host import HostSource
 from deltastore.pipeline.protocols import SourceBox
 from deltastore.pipeline.publisher import Publisher
+from deltastore.pipeline.staged import join_updates
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.resolve import find_head
 from deltastore.storage.memory import MemoryStore
@@ -51,6 +54,29 @@ def test_many_versions_activate_as_one(world):
     activations = [e for e in world.events if isinstance(e, VersionActivated)]
     assert [(e.base_version, e.version) for e in activations] == [(0, 8)]
     assert len([e for e in world.events if isinstance(e, VersionStaged)]) == 8
+
+
+def test_a_safe_point_does_not_wait_for_composing(world, monkeypatch):
+    """What is staged can be taken while the next version is composed with it; that version is then
+    staged alone, and both together are the trainer's state."""
+    publisher, actor = world.publisher(), world.actor()
+    follower, taken = actor.follower, []
+
+    def taken_meanwhile(*updates):
+        with ThreadPoolExecutor(1) as pool:
+            taken.append(pool.submit(follower.take).result(30))
+        return join_updates(*updates)
+
+    monkeypatch.setattr("deltastore.pipeline.follower.join_updates", taken_meanwhile)
+    world.step(publisher, 1)
+    publisher.close()
+    while follower.poll():
+        pass
+    taken.append(follower.take())
+    assert [update.target.version for update in taken] == [1, 2]
+    for update in taken:
+        actor.applier.activate(update)
+    assert actor.target.state.equals(world.state)
 
 
 def test_empty_version(world):
