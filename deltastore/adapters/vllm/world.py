@@ -6,13 +6,14 @@ where on the host they meet their stager.
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from deltastore.adapters.vllm.rendezvous import meet
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.ids import new_token
 from deltastore.pipeline.group import SoloGroup
-from deltastore.pipeline.spool import SpoolFolder
+from deltastore.pipeline.spool import HeldLock, SpoolFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from deltastore.adapters.vllm.settings import EngineSettings
     from deltastore.clock import Clock
     from deltastore.pipeline.group import Group
+
+ATTEMPTS = 8
 
 
 def engine_group(timeout_s: float) -> Group:
@@ -47,31 +50,67 @@ def agree_on_spool(
     replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
     if replica:
         name = f"{name}-dp{replica}"
-    token = f"meeting-{new_token()[:16]}"
+    with ExitStack() as laid:
 
-    def lay() -> Answer:
-        if group.rank == 0:
-            (SpoolFolder(folder).path / token).touch(0o600)
-        return {"engine": name, "token": token}
+        def lay() -> Answer:
+            if group.rank != 0:
+                return {}
+            file = laid.enter_context(closing(_MeetingFile(SpoolFolder(folder).path)))
+            return {"engine": name, "token": file.path.name}
 
-    said = meet(group, clock, lay)[0]
+        said = meet(group, clock, lay)[0]
 
-    def look() -> Answer:
-        if not (folder / said["token"]).exists():
-            raise InvalidInputError(
-                f"rank {group.rank} does not see what rank 0 wrote in {folder}",
-                kind=Kind.SETTING,
-                hint="an engine's ranks run on one host and share its `folder`",
-            )
-        return {}
+        def look() -> Answer:
+            if not (folder / said["token"]).exists():
+                raise InvalidInputError(
+                    f"rank {group.rank} does not see what rank 0 wrote in {folder}",
+                    kind=Kind.SETTING,
+                    hint="an engine's ranks run on one host and share its `folder`",
+                )
+            return {}
 
-    def clear() -> Answer:
-        if group.rank == 0:
-            (folder / token).unlink(missing_ok=True)
-        return {}
+        def clear() -> Answer:
+            laid.close()
+            return {}
 
-    try:
-        meet(group, clock, look)
-    finally:
-        meet(group, clock, clear)
+        try:
+            meet(group, clock, look)
+        finally:
+            meet(group, clock, clear)
     return said["engine"], folder
+
+
+class _MeetingFile:
+    """A file by which ranks find out that they share a folder; removes those of killed engines.
+
+    It is locked as long as it is used: whoever removes one has its lock.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        for left in folder.glob("meeting-*"):
+            # Locked: it is in use. Not to be removed: then it stays, and is no reason to fail.
+            with suppress(InvalidInputError, OSError), closing(_locked(left)):
+                left.unlink(missing_ok=True)
+        for _ in range(ATTEMPTS):
+            self.path = folder / f"meeting-{new_token()[:16]}"
+            with suppress(InvalidInputError):  # somebody removes it as one of a killed engine
+                self._lock = _locked(self.path)
+                if self.path.exists():
+                    return
+                self._lock.close()
+        raise InvalidInputError(
+            f"{folder} keeps no file for the ranks of an engine to meet by",
+            kind=Kind.SETTING,
+            hint="something removes files there; set `folder` to another one",
+        )
+
+    def close(self) -> None:
+        """Remove it."""
+        try:
+            self.path.unlink(missing_ok=True)
+        finally:
+            self._lock.close()
+
+
+def _locked(path: Path) -> HeldLock:
+    return HeldLock(path, what="a meeting's file")
