@@ -65,6 +65,15 @@ def users_of(spool: Path) -> list[int]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    """Whether that process runs still: one that nobody has buried does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in {"Z", "X"}
+
+
 def files_in(spool: Path) -> set[str]:
     """What lies in a spool, but for notes and locks, of which each name has one."""
     return {

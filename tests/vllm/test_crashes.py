@@ -7,18 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm.crash_nursery import DiedError, Nursery
-from tests.vllm.crash_runs import ENGINE, PLAIN, SwingingRun, require_nothing_left, require_tidy
+from tests.vllm.crash_nursery import DiedError, Nursery, RefusedError
+from tests.vllm.crash_runs import (
+    ENGINE,
+    PLAIN,
+    SwingingRun,
+    is_alive,
+    require_nothing_left,
+    require_tidy,
+    until,
+)
 from tests.vllm.crash_steps import AT_START, FOLLOWING, REBUILDING
-from tests.vllm.kit import tiny_qwen3_moe
+from tests.vllm.kit import tiny_qwen3, tiny_qwen3_moe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.vllm.crash_nursery import Life
     from tests.vllm.crash_steps import Step
 
 pytestmark = pytest.mark.vllm
+GONE_WITHIN_S = 40.0  # vLLM gives workers 5 s to end by themselves, then 4 s; machines are busy
+PAIR = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 PROBE = {"worker_extension_cls": "tests.vllm.crash_probe.CrashProbe"}
 
 
@@ -26,17 +37,21 @@ PROBE = {"worker_extension_cls": "tests.vllm.crash_probe.CrashProbe"}
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """Where engines of this module come from that are processes of their own."""
     log = tmp_path_factory.mktemp("nursery") / "log"
-    with Nursery(log, {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}) as made:
+    with Nursery(log) as made:
         yield made
 
 
 class Chain:
     """Engines under one name and spool: each proves that the death before it has left nothing."""
 
-    def __init__(self, nursery: Nursery, run: SwingingRun, **arguments: Any) -> None:
+    def __init__(
+        self, nursery: Nursery, run: SwingingRun, *, ranks: int = 1, **settings: Any
+    ) -> None:
         self.nursery = nursery
         self.run = run
-        self._arguments = {**run.arguments(engine=ENGINE), **PROBE, **arguments}
+        self._ranks = ranks
+        self._kind = {} if ranks == 1 else {**PAIR, "processes": True}
+        self._arguments = {**run.arguments(engine=ENGINE, **settings), **PROBE, **self._kind}
         self._fresh: dict[int, Any] = {}
         self.life = self.begin()
 
@@ -47,7 +62,7 @@ class Chain:
     def fresh(self, version: int) -> Any:
         """What a fresh engine on the replayed version holds."""
         if version not in self._fresh:
-            life = self.nursery.start(self.run.replayed(version), **PLAIN)
+            life = self.nursery.start(self.run.replayed(version), **PLAIN, **self._kind)
             life.answer()
             self._fresh[version] = life.ask("digests")
             life.kill()
@@ -60,7 +75,7 @@ class Chain:
         life.ask("update", run.head)
         assert life.ask("label") == run.label(run.head)
         assert life.ask("digests") == self.fresh(run.like)
-        require_tidy(run)
+        require_tidy(run, self._ranks)
 
     def kill_at(self, step: Step) -> None:
         """Bring the engine to a step, where it dies; begin the next."""
@@ -93,8 +108,7 @@ def chain(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     run = SwingingRun(folder, tiny_qwen3_moe(folder / "model"))
     for _ in range(2):
         run.swing()
-    section = {"deltastore": run.settings(engine=ENGINE, allow_dense=True)}
-    yield Chain(nursery, run, additional_config=section)
+    yield Chain(nursery, run, allow_dense=True)
     run.close()
 
 
@@ -113,3 +127,50 @@ def test_an_engine_killed_between_any_two_steps(chain: Chain, steps: tuple[Step,
     chain.life.kill()
     require_nothing_left(chain.run)
     chain.life = chain.begin()
+
+
+@pytest.fixture
+def pairs(nursery: Nursery, tmp_path: Path) -> Iterator[Chain]:
+    """Engines of two ranks in processes of their own."""
+    run = SwingingRun(tmp_path, tiny_qwen3(tmp_path / "model", tied=False))
+    for _ in range(2):
+        run.swing()
+    yield Chain(nursery, run, ranks=2, vote_timeout_s=10)
+    run.close()
+
+
+def test_a_rank_killed_before_between_and_after_votes(pairs: Chain, tmp_path: Path) -> None:
+    """CASE R2: when one of two ranks is killed, the other runs no forward pass any more: it is
+    poisoned or at a whole version, the engine refuses, and both are gone in time; another pair
+    under the same name has a fresh one's parameters at HEAD."""
+    run = pairs.run
+    for rank in (1, 0):
+        for name in ("before vote 1", "after the last part", "after vote 2"):
+            life, coming = pairs.life, pairs.begin()
+            life.answer()
+            pairs.prove()
+            book = tmp_path / f"{rank}-{name}"
+            book.mkdir()
+            pids = life.ask("rpc", "probe_pid")
+            life.ask("rpc", "probe_step", name, rank, str(book))
+            base, version = run.head, run.swing()
+            for call in (("update", version), ("generate",)):
+                with pytest.raises(RefusedError):
+                    life.ask(*call, within_s=GONE_WITHIN_S)
+            until(lambda: not any(is_alive(pid) for pid in pids), GONE_WITHIN_S)  # noqa: B023
+            assert (book / "dies").exists(), name
+            _require_no_mixture(book / str(1 - rank), name, base, version)
+            life.kill()
+            require_nothing_left(run)
+            pairs.life = coming
+    pairs.life.answer()
+    pairs.prove()
+    pairs.life.kill()
+
+
+def _require_no_mixture(notes: Path, name: str, base: int, version: int) -> None:
+    """What the other rank noted, if it had the time: doubt, or after vote 2 the whole version."""
+    found = notes.read_text().splitlines() if notes.exists() else []
+    assert "forward" not in found
+    whole = {f"update ended: {version}"} if name == "after vote 2" else set()
+    assert all("a vote failed" in line or line in whole for line in found), found
