@@ -2,7 +2,8 @@
 
 The engine core's weight version is set to "version:policy-hash" after every call that may have
 changed weights, from what all worker ranks say of themselves: for `LLM`, `AsyncLLM` and the API
-server alike; while the engine follows a run nobody else can set another one. When ranks are in
+server alike; while the engine follows a run nobody else can set another one. What was computed from
+the weights before, prefix caches above all, is dropped when the version moves. When ranks are in
 doubt, or do not agree, it says "poisoned", takes no new request, is kept from stepping, and is not
 resumed, until they agree again.
 """
@@ -55,6 +56,7 @@ def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
         ours = isinstance(method, str) and method in MOVING | OTHERS
         if not (ours and uses_backend(self.vllm_config)):
             return call(self, method, timeout, args, kwargs)
+        before = getattr(self, "_deltastore_label", "")
         try:
             answers = call(self, CALL, timeout, (method, tuple(args), dict(kwargs or {})))
             raise_first(answers)
@@ -64,6 +66,8 @@ def mark_weights(core_class: Any, uses_backend: Callable[[Any], bool]) -> None:
             raise
         if method in MOVING:
             _mark(self, call)
+            if self._deltastore_label not in {"", POISONED, before}:
+                _drop_caches(self)
         return answers
 
     @functools.wraps(resume)
@@ -112,6 +116,26 @@ def _mark_after(err: Exception, core: Any, call: Callable[..., Any]) -> None:
         _keep_from_stepping(core, f"the ranks do not say where they are: {second}")
         _label(core, POISONED)
         err.add_note(f"afterwards the ranks did not say where they are: {second}")
+
+
+def _drop_caches(core: Any) -> None:
+    """Have requests that run computed anew, and nobody find what the weights before computed.
+
+    Who has paused the engine (the safe points here) resets again before it resumes, and judges what
+    the connectors say; nobody else does.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    if core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        return
+    if core.scheduler.pause_state != PauseState.UNPAUSED:
+        _log.warning("a KV cache was not emptied after a move to %s", core._deltastore_label)
+        return
+    raise ApplyError(
+        f"the engine is at {core._deltastore_label}, but a KV cache did not empty itself",
+        kind=Kind.CACHE_RESET,
+        hint="before generating: reset_prefix_cache(reset_connector=True) until it returns True",
+    )
 
 
 def _label(core: Any, text: str) -> None:
