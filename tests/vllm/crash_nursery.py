@@ -211,11 +211,19 @@ class _Engine:
     """What a child can be told."""
 
     engine: Any
+    driver: Any
 
-    def start(self, checkpoint: str, processes: bool = False, **arguments: Any) -> None:
+    def start(
+        self,
+        checkpoint: str,
+        processes: bool = False,
+        environment: dict[str, str] | None = None,
+        **arguments: Any,
+    ) -> None:
         """Make the engine; with `processes`, its core and its ranks are processes of their own."""
         from tests.vllm.kit import start_engine
 
+        os.environ.update(environment or {})
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes))
         context = multiprocessing.get_context("fork")
         # As vLLM does beside a GPU. On CPUs it spawns: three times what the nursery has done once.
@@ -247,6 +255,22 @@ class _Engine:
         except Exception:  # noqa: BLE001 - what it raises is another test's
             assert self.label() == "poisoned"
             self.rpc("probe_writes", -1, 0)
+
+    def follow(self) -> None:
+        """Begin to follow by itself, in `turn`."""
+        from deltastore.adapters.vllm.control import LLMControl
+        from deltastore.clock import SystemClock
+        from deltastore.pipeline.safe_point import SafePointDriver, SafePointSettings
+
+        settings = SafePointSettings(min_interval_s=0, jitter_s=0)
+        self.driver = SafePointDriver(
+            LLMControl(self.engine), SystemClock(), name="e", settings=settings
+        )
+
+    def turn(self) -> str:
+        """Do what is due; what keeps it from the next version."""
+        self.driver.turn()
+        return str(self.driver.view().trouble)
 
     def rpc(self, method: str, *arguments: Any, **named: Any) -> Any:
         """A call of all ranks."""

@@ -42,6 +42,12 @@ class CrashProbe(WorkerProbe):
         if name == "after the last part":
             _hold_back(notes / "dies")
 
+    def probe_stager_steps(self, book: str) -> None:
+        """Let the stagers that this rank starts from now on die where that folder says."""
+        child: Any = self.weight_transfer_engine._child  # type: ignore[attr-defined]
+        child._command[2:3] = ["tests.vllm.crash_stager", book]
+        os.kill(child.pid, signal.SIGKILL)
+
     def _note(self, path: Path) -> None:
         worker: Any = self
         follower = worker.weight_transfer_engine._rank

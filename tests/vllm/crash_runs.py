@@ -7,9 +7,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from deltastore.api import RunHandle
 from deltastore.clock import SystemClock
+from deltastore.pipeline.host import HostSource
 from deltastore.pipeline.spool import SpoolFolder, is_locked
-from tests.vllm.runs import TinyRun
+from tests.vllm.runs import TinyRun, cli
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +49,29 @@ class SwingingRun(TinyRun):
             assert weights(newest) == weights(self.replayed(first))
             shutil.rmtree(newest)
         return first
+
+
+class SwingingS3Run(SwingingRun):
+    """The same in a bucket; the environment says of which server."""
+
+    def __post_init__(self) -> None:
+        self.url = "s3://models/team/r1"
+        self.rng = np.random.default_rng(self.seed)
+        cli("init", self.url, "--checkpoint", self.checkpoint)
+
+    def publish(self, change: Callable[[], None] | None = None) -> int:
+        """The same, over connections that `close` closes."""
+        if self.publishers:
+            return super().publish(change)
+        (change or self.change)()
+        handle = RunHandle(self.run, SystemClock())
+        self.publishers.append(handle.publisher(HostSource(self.state)))
+        return int(self.publishers[0].head.core.version)
+
+    def close(self) -> None:
+        """Let go of the trainer's threads and connections."""
+        super().close()
+        self.run.store.close()
 
 
 def weights(checkpoint: Path) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import signal
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deltastore.pipeline.ballot import Round
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Step:
     Args:
         at: "module:Class.method", or a function of a module as that module sees it.
         after: when the call has returned; else before it is made.
-        nth: call of it, from 1.
+        nth: call of it, from 1; of a generator: piece of it, before it is given.
         when: of the call's arguments: whether it counts.
         during: what brings a process there.
     """
@@ -39,8 +40,16 @@ def _vote(number: Round) -> Callable[..., bool]:
     return lambda _voter, ballot, *_others, **_named: ballot.round is number
 
 
-def _of_note(_path: Any, target: Any) -> bool:
-    return target.parent.name == "ranks"
+def _in(folder: str) -> Callable[..., bool]:
+    return lambda _path, target: target.parent.name == folder
+
+
+def _of_a_body(_reader: Any, key: str, *_others: Any) -> bool:
+    return key.endswith(".seg")
+
+
+def _of_an_update(_folder: Any, _rank: str, offer: Any) -> bool:
+    return offer.update is not None
 
 
 VLLM = "deltastore.adapters.vllm."
@@ -73,7 +82,7 @@ FOLLOWING = (
     Step("before vote 2", VOTE, when=_vote(Round.WRITTEN)),
     Step("after vote 2", VOTE, True, when=_vote(Round.WRITTEN)),
     Step("the marker has moved", f"{APPLIER}activate", True),
-    Step("its note is half written", "pathlib:Path.replace", when=_of_note),
+    Step("its note is half written", "pathlib:Path.replace", when=_in("ranks")),
     Step("its note is written", f"{FEED}take", True),
     Step("the core is named", f"{CORE}set_weight_version", True),
     Step("it finishes", f"{VLLM}backend:DeltastoreEngine.finish_weight_update"),
@@ -85,7 +94,16 @@ REBUILDING = (
     Step("a state is written", WHOLE, True, during="re-anchor"),
     Step("it is proved", f"{APPLIER}write_state", True, during="re-anchor"),
 )
-STEPS = {step.name: step for step in (*AT_START, *FOLLOWING, *REBUILDING)}
+STAGING = (
+    Step("a body is on its way", "deltastore.storage.s3_reader:S3Reader._fill", when=_of_a_body),
+    Step("an update is half written", f"{PIPELINE}spool:staged_parts", nth=12),
+    Step("an update is written", "pathlib:Path.rename", when=_in("updates")),
+    Step("it has its name", "pathlib:Path.rename", True, when=_in("updates")),
+    Step("its offer is half written", "pathlib:Path.replace", when=_in("offers")),
+    Step("it is announced", f"{PIPELINE}spool:SpoolFolder.write_offer", True, when=_of_an_update),
+)
+"""Of a stager, not of an engine."""
+STEPS = {step.name: step for step in (*AT_START, *FOLLOWING, *REBUILDING, *STAGING)}
 
 
 def arm(step: Step, die: Callable[[], None] | None = None) -> None:
@@ -99,20 +117,31 @@ def arm(step: Step, die: Callable[[], None] | None = None) -> None:
     call = getattr(owner, name)
     left = step.nth
 
+    def counts(*arguments: Any, **named: Any) -> bool:
+        """Whether the time has come."""
+        nonlocal left
+        if step.when is None or step.when(*arguments, **named):
+            left -= 1
+            return left == 0
+        return False
+
     @functools.wraps(call)
     def dying(*arguments: Any, **named: Any) -> Any:
-        nonlocal left
-        if step.when is not None and not step.when(*arguments, **named):
-            return call(*arguments, **named)
-        left -= 1
-        if left == 0 and not step.after:
+        now = counts(*arguments, **named)
+        if now and not step.after:
             die()
         found = call(*arguments, **named)
-        if left == 0 and step.after:
+        if now:
             die()
         return found
 
-    setattr(owner, name, dying)
+    def dying_pieces(*arguments: Any, **named: Any) -> Iterator[Any]:
+        for piece in call(*arguments, **named):
+            if counts(*arguments, **named):
+                die()
+            yield piece
+
+    setattr(owner, name, dying_pieces if inspect.isgeneratorfunction(call) else dying)
 
 
 def kill_self() -> None:

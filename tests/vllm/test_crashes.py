@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deltastore.clock import SystemClock
+from deltastore.pipeline.spool import SpoolFolder, is_locked
+from deltastore.testing.servers import SeaweedServer
 from tests.vllm.crash_nursery import DiedError, Nursery, RefusedError
 from tests.vllm.crash_runs import (
     ENGINE,
     PLAIN,
     SwingingRun,
+    SwingingS3Run,
     is_alive,
     require_nothing_left,
     require_tidy,
     until,
 )
-from tests.vllm.crash_steps import AT_START, FOLLOWING, REBUILDING
+from tests.vllm.crash_steps import AT_START, FOLLOWING, REBUILDING, STAGING
 from tests.vllm.kit import tiny_qwen3, tiny_qwen3_moe
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from tests.vllm.crash_steps import Step
 
 pytestmark = pytest.mark.vllm
+BOUND_S = 120.0  # for busy machines
+DOWN_S = 31.0
 GONE_WITHIN_S = 40.0  # vLLM gives workers 5 s to end by themselves, then 4 s; machines are busy
 PAIR = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 PROBE = {"worker_extension_cls": "tests.vllm.crash_probe.CrashProbe"}
@@ -45,13 +51,20 @@ class Chain:
     """Engines under one name and spool: each proves that the death before it has left nothing."""
 
     def __init__(
-        self, nursery: Nursery, run: SwingingRun, *, ranks: int = 1, **settings: Any
+        self,
+        nursery: Nursery,
+        run: SwingingRun,
+        *,
+        ranks: int = 1,
+        environment: dict[str, str] | None = None,
+        **settings: Any,
     ) -> None:
         self.nursery = nursery
         self.run = run
         self._ranks = ranks
         self._kind = {} if ranks == 1 else {**PAIR, "processes": True}
         self._arguments = {**run.arguments(engine=ENGINE, **settings), **PROBE, **self._kind}
+        self._arguments["environment"] = environment or {}
         self._fresh: dict[int, Any] = {}
         self.life = self.begin()
 
@@ -59,23 +72,27 @@ class Chain:
         """The next engine, on version 0; it starts beside the one before it."""
         return self.nursery.start(self.run.checkpoint, **self._arguments)
 
-    def fresh(self, version: int) -> Any:
-        """What a fresh engine on the replayed version holds."""
+    def fresh(self, version: int) -> tuple[Any, Any]:
+        """What a fresh engine on the replayed version holds, and says."""
         if version not in self._fresh:
             life = self.nursery.start(self.run.replayed(version), **PLAIN, **self._kind)
             life.answer()
-            self._fresh[version] = life.ask("digests")
+            self._fresh[version] = life.ask("digests"), life.ask("generate")
             life.kill()
         return self._fresh[version]
 
     def prove(self) -> None:
         """The engine follows to HEAD and is what a fresh one is; the spool is its own."""
+        self.life.ask("initialise")
+        self.life.ask("update", self.run.head)
+        self.require_head()
+        require_tidy(self.run, self._ranks)
+
+    def require_head(self) -> None:
+        """The engine is at HEAD, and is what a fresh one is."""
         life, run = self.life, self.run
-        life.ask("initialise")
-        life.ask("update", run.head)
         assert life.ask("label") == run.label(run.head)
-        assert life.ask("digests") == self.fresh(run.like)
-        require_tidy(run, self._ranks)
+        assert (life.ask("digests"), life.ask("generate")) == self.fresh(run.like)
 
     def kill_at(self, step: Step) -> None:
         """Bring the engine to a step, where it dies; begin the next."""
@@ -174,3 +191,95 @@ def _require_no_mixture(notes: Path, name: str, base: int, version: int) -> None
     assert "forward" not in found
     whole = {f"update ended: {version}"} if name == "after vote 2" else set()
     assert all("a vote failed" in line or line in whole for line in found), found
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """A real S3 server that tests here may kill, and the environment by which it is found."""
+    with (
+        SeaweedServer(tmp_path_factory.mktemp("s3")) as made,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in made.env().items():
+            patch.setenv(name, value)
+        made.create_bucket("models")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def follower(
+    nursery: Nursery, server: SeaweedServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Chain]:
+    """One engine that follows a run on that server; each test leaves it at HEAD."""
+    folder = tmp_path_factory.mktemp("follower")
+    run = SwingingS3Run(folder, tiny_qwen3(folder / "model", tied=True))
+    for _ in range(2):
+        run.swing()
+    chain = Chain(nursery, run, environment=server.env(), stage_wait_s=BOUND_S)
+    chain.life.answer()
+    chain.prove()
+    yield chain
+    chain.life.kill()
+    run.close()
+
+
+def test_a_stager_killed_at_every_step(follower: Chain, tmp_path: Path) -> None:
+    """A stager that is killed while it fetches, while it writes, before and after it announces, has
+    nothing torn activated: the engine serves on, and follows what the next stager stages."""
+    life, run = follower.life, follower.run
+    life.ask("rpc", "probe_stager_steps", str(tmp_path))
+    for step in STAGING:
+        before = life.ask("label"), life.ask("digests"), life.ask("generate")
+        until(lambda: is_locked(SpoolFolder(run.spool).stager_lock), BOUND_S)
+        now, died = tmp_path / "now", tmp_path / step.name
+        now.write_text(step.name, encoding="utf-8")
+        version = run.swing()
+        until(died.exists, BOUND_S, say=lambda: step.name)  # noqa: B023
+        assert (life.ask("label"), life.ask("digests"), life.ask("generate")) == before
+        life.ask("update", version)
+        follower.require_head()
+        kinds = {name.rpartition(".")[2] for name in died.read_text(encoding="utf-8").split()}
+        assert kinds == LEFT[step.name]
+    require_tidy(run)
+
+
+LEFT = {
+    "a body is on its way": set(),
+    "an update is half written": {"part"},
+    "an update is written": {"part"},
+    "it has its name": {"staged"},
+    "its offer is half written": {"staged"},
+    "it is announced": {"staged"},
+}
+"""Kinds of files that a stager leaves in the spool when it dies there."""
+
+
+def test_a_store_that_is_down_for_30_seconds(follower: Chain, server: SeaweedServer) -> None:
+    """While the store hangs, and then is gone, the engine answers as before, and says what is
+    wrong; when it is back the engine follows to HEAD by itself, and is what a fresh one is."""
+    life, run, clock = follower.life, follower.run, SystemClock()
+    life.ask("follow")
+    life.ask("turn")
+    before = life.ask("label"), life.ask("generate")
+    down_s = clock.monotonic_s()
+    server.pause()
+    trouble = ""
+    while clock.monotonic_s() < down_s + DOWN_S or not trouble:
+        if server.running and clock.monotonic_s() > down_s + DOWN_S / 3:
+            server.kill()
+        trouble = life.ask("turn")
+        assert (life.ask("label"), life.ask("generate")) == before
+        assert clock.monotonic_s() < down_s + BOUND_S
+    server.restart()
+    assert "unavailable" in trouble
+    for _ in range(2):
+        run.swing()
+    newest = run.label(run.head)
+
+    def has_followed() -> bool:
+        life.ask("turn")
+        return bool(life.ask("label") == newest)
+
+    until(has_followed, BOUND_S)
+    follower.require_head()
+    until(lambda: not life.ask("turn"), BOUND_S)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from deltastore.clock import SystemClock
 from deltastore.errors import ApplyError, DeltastoreError, Kind
-from deltastore.pipeline.spool import SpoolFolder, is_locked
+from deltastore.pipeline.spool import SpoolFolder
 from tests.vllm.kit import close_engine, start_engine, tiny_qwen3
 from tests.vllm.runs import TinyRun, digests, generate, initialise, statuses, until_staged, update
 
@@ -208,50 +205,3 @@ def test_a_killed_stager_is_replaced(follower: tuple[Any, TinyRun]) -> None:
         assert engine.get_weight_version() == run.label(version)
         (other,) = engine.collective_rpc("probe_stager")
         assert other not in {0, pid}
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from tests.vllm.kit import start_engine
-from tests.vllm.runs import initialise, update
-folder, url, spool = sys.argv[1:]
-settings = {"run": url, "folder": spool, "poll_min_s": 0.05, "engine": "e"}
-engine = start_engine(Path(folder),
-    weight_transfer_config={"backend": "deltastore"}, additional_config={"deltastore": settings},
-    worker_extension_cls="tests.vllm.worker_probe.WorkerProbe")
-initialise(engine)
-update(engine, 1)
-engine.collective_rpc("probe_death", args=(7,))
-print("updating", flush=True)
-update(engine, 2)
-"""
-
-
-def test_an_engine_killed_in_a_write_starts_again(tmp_path: Path) -> None:
-    """CASE R2: an engine that dies in the middle of an activation leaves nothing that the next one
-    under its name trips over: its stager ends with it, and the new one follows to HEAD."""
-    checkpoint = tiny_qwen3(tmp_path / "model", tied=True)
-    run = TinyRun(tmp_path, checkpoint)
-    run.publish()
-    run.publish()
-    words = [sys.executable, "-c", KILLED, str(checkpoint), run.url, str(run.spool)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=root, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert done.stdout.endswith("updating\n")
-    until(lambda: not is_locked(SpoolFolder(run.spool).stager_lock))
-    assert not is_locked(SpoolFolder(run.spool).rank_lock("e-0"))
-    engine = start_engine(checkpoint, **run.arguments(engine="e"))
-    try:
-        initialise(engine)
-        assert engine.get_weight_version() == run.label(0)
-        update(engine, 2)
-        ours = digests(engine)
-        assert engine.get_weight_version() == run.label(2)
-    finally:
-        close_engine(engine)
-        run.close()
-    fresh = start_engine(run.replayed(2), weight_transfer_config={"backend": "deltastore"})
-    assert digests(fresh) == ours
-    close_engine(fresh)
