@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import signal
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,7 +27,7 @@ from deltastore.repository.resolve import find_head
 from deltastore.repository.way import survey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from deltastore.format.layout import BitState
@@ -35,6 +39,8 @@ PROMPTS: list[dict[str, Any]] = [
     {"prompt_token_ids": list(range(100, 180))},
 ]
 STEPS = np.array([1, -1], np.int64)
+UNPACKED = {"weight_transfer_config": {"backend": "deltastore"}}
+"""A fresh engine to compare with: of the same kind, but it follows nothing."""
 
 
 def cli(*words: str | Path) -> dict[str, Any]:
@@ -60,6 +66,7 @@ class TinyRun:
     name: str = "r1"
     seed: int = 0
     publishers: list[Publisher] = field(default_factory=list)
+    states: list[BitState] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.url = f"file://{self.folder}/runs/{self.name}"
@@ -107,6 +114,11 @@ class TinyRun:
             bits[places] += steps.astype(bits.dtype)
             far = self.rng.random(bits.size) < share / 50
             bits[far] ^= bits.dtype.type(1 << 5)
+
+    def restore(self, state: BitState) -> None:
+        """Have the weights of an earlier version again."""
+        for mine, wanted in zip(self.state.arrays, state.arrays, strict=True):
+            mine[:] = wanted
 
     def publish(self, change: Callable[[], None] | None = None) -> int:
         """Train one step and publish it; the new version."""
@@ -193,6 +205,66 @@ def digests(engine: Any) -> list[dict[str, str]]:
     found = engine.collective_rpc("compute_weight_checksums")
     assert isinstance(found, list)
     return found
+
+
+def served(engine: Any) -> tuple[Any, Any]:
+    """What an engine is: parameters' digests of every rank, and greedy tokens with log-probs."""
+    return digests(engine), generate(engine)
+
+
+def served_by_a_fresh_one(run: TinyRun, version: int, **arguments: Any) -> tuple[Any, Any]:
+    """The same of an engine on the replayed version; no other may live in this process."""
+    from tests.vllm.kit import close_engine, start_engine
+
+    fresh = start_engine(run.replayed(version), **UNPACKED, **arguments)
+    try:
+        return served(fresh)
+    finally:
+        close_engine(fresh)
+
+
+def follow_five(engine: Any, run: TinyRun) -> tuple[Any, Any]:
+    """Follow five versions, one by one; what the engine is at the fifth."""
+    before = generate(engine)
+    for _ in range(5):
+        version = run.publish()
+        update(engine, version)
+        assert engine.get_weight_version() == run.label(version)
+        run.states.append(run.state.copy())
+    found = served(engine)
+    assert found[1] != before
+    return found
+
+
+def skip_to_the_fifth(engine: Any, run: TinyRun) -> int:
+    """After `follow_five`, whatever came then: from the first one's weights to the fifth's by one
+    composite, over lost deltas. The newest version; its bits are the fifth's, so that one fresh
+    engine judges both. For engines with `WorkerProbe`."""
+    first, *rest = run.states
+    base = run.publish(functools.partial(run.restore, first))
+    update(engine, base)
+    with _stager_held(engine):  # else it may have a delta before that is lost
+        for state in rest:
+            version = run.publish(functools.partial(run.restore, state))
+        run.compose(base, version)
+        run.lose_deltas(*range(base + 1, version))
+    update(engine, version)
+    label = run.label(version)
+    assert engine.get_weight_version() == label
+    active = {"version": version, "policy_hash": label.partition(":")[2]}
+    for status in statuses(engine):
+        assert (status["active"], status["poisoned"]) == (active, "")
+    return version
+
+
+@contextmanager
+def _stager_held(engine: Any) -> Iterator[None]:
+    (stager,) = filter(None, engine.collective_rpc("probe_stager"))
+    os.kill(stager, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(stager, signal.SIGCONT)
 
 
 def until_staged(engine: Any, version: int, *, within_s: float = 20.0) -> None:
