@@ -21,6 +21,7 @@ from deltastore.adapters.vllm_http import HttpControl
 from deltastore.cli.files import typed_errors
 from deltastore.cli.keys import read_trusted
 from deltastore.cli.output import one_line
+from deltastore.cli.signals import SignalBell
 from deltastore.clock import SystemClock
 from deltastore.errors import ApplyError, InvalidInputError, Kind
 from deltastore.events import both, discard
@@ -99,7 +100,7 @@ def follow_engine(
             settings=following.safe_points,
             sink=_observed(stack, run.name, following, clock),
         )
-        interrupted = stack.enter_context(_ending_on_signals(stopping))
+        ctrl_c = stack.enter_context(_ending_on_signals(stopping))
         _drive(run.name, driver, newest, following, clock, stopping, output)
     if driver.view().held:
         raise ApplyError(
@@ -107,7 +108,7 @@ def follow_engine(
             kind=Kind.POISONED,
             hint="start `deltastore follow --vllm` again: it goes on rebuilding the weights",
         )
-    if interrupted.is_set():
+    if ctrl_c.pressed:
         raise KeyboardInterrupt
 
 
@@ -176,27 +177,33 @@ def _drive(
         clock.wait(stopping, following.poll_s)
 
 
-@contextmanager
-def _ending_on_signals(stopping: threading.Event) -> Iterator[threading.Event]:
-    """Inside, signals end it after the turn in progress; a second Ctrl-C does not wait.
+@dataclass(slots=True)
+class _CtrlC:
+    """Whether it was pressed. No Event: a handler may not take the lock of one."""
 
-    Yields what says whether it was Ctrl-C.
-    """
-    interrupted = threading.Event()
+    pressed: bool = False
+
+
+@contextmanager
+def _ending_on_signals(stopping: threading.Event) -> Iterator[_CtrlC]:
+    """Inside, signals end it after the turn in progress; a second Ctrl-C does not wait."""
+    ctrl_c = _CtrlC()
+    bell = SignalBell(stopping.set)
 
     def interrupt(*_signal: object) -> None:
-        if interrupted.is_set():
+        if ctrl_c.pressed:
             raise KeyboardInterrupt
-        interrupted.set()
-        stopping.set()
+        ctrl_c.pressed = True
+        bell.ring()
 
-    terminate = signal.signal(signal.SIGTERM, lambda *_signal: stopping.set())
+    terminate = signal.signal(signal.SIGTERM, lambda *_signal: bell.ring())
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield interrupted
+        yield ctrl_c
     finally:
         signal.signal(signal.SIGTERM, terminate)
         signal.signal(signal.SIGINT, before)
+        bell.close()
 
 
 def _tell(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.cli.files import typed_errors
 from deltastore.cli.output import one_line, size_text
+from deltastore.cli.signals import ring_on_sigterm
 from deltastore.clock import SystemClock
 from deltastore.events import Event, VersionStaged
 from deltastore.pipeline.stager import Stager
@@ -54,7 +54,7 @@ def stage_run(run_url: str, connection: Connection, staging: Staging, output: Ou
     raises.
     """
     stopping = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_signal: stopping.set())
+    ring_on_sigterm(stopping.set)
     if staging.until_stdin_ends:
         threading.Thread(target=_watch_stdin, args=(stopping,), name="stdin", daemon=True).start()
     with connection.run(run_url, streams=staging.settings.streams) as run:

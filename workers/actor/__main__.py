@@ -6,10 +6,10 @@ are those of the command line (deltastore/cli/exits.py).
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import TYPE_CHECKING
 
+from deltastore.cli.signals import ring_on_sigterm
 from deltastore.errors import InvalidInputError, Kind
 from workers.wiring import open_surroundings, run_worker
 
@@ -29,7 +29,7 @@ def _work(config: WorkerConfig) -> None:
 
 
 def _stop_on_sigterm(actor: Actor) -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: actor.request_stop())
+    ring_on_sigterm(actor.request_stop)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class Actor:
         )
 
     def request_stop(self) -> None:
-        """Drain and leave. Safe in a signal handler and from any thread."""
+        """Drain and leave. From any thread; a signal handler rings for it (cli/signals.py)."""
         if self._drain_deadline_s is None:
             self._drain_deadline_s = self._clock.monotonic_s() + self._settings.drain_max_s
         self._stopping.set()

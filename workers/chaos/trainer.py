@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deltastore.cli.signals import ring_on_sigterm
 from workers.run_folder import TRAINER
 from workers.wiring import open_surroundings, run_worker
 
@@ -37,7 +37,7 @@ class EvenTokens:
 
 def _work(config: WorkerConfig) -> None:
     stopping = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
+    ring_on_sigterm(stopping.set)
     with open_surroundings(config, TRAINER) as around:
         from workers.chaos.audit import AuditFolder
         from workers.trainer.assembly import train

@@ -8,11 +8,11 @@ it after the requests in flight. Exit codes are those of the command line
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from typing import TYPE_CHECKING
 
+from deltastore.cli.signals import ring_on_sigterm
 from deltastore.errors import InvalidInputError, Kind
 from workers.maintenance.replicate import replicate
 from workers.maintenance.tend import tend
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
                 hint=f"one of: {', '.join(DUTIES)}",
             )
         stopping = threading.Event()
-        signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
+        ring_on_sigterm(stopping.set)
         with open_premises(config, f"maintenance-{name}") as at:
             duty(at, stopping)
 

@@ -6,7 +6,6 @@ readable to them. Exit codes are those of the command line (deltastore/cli/exits
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltastore.cli.keys import read_trusted
+from deltastore.cli.signals import ring_on_sigterm
 from deltastore.config import FollowerSettings
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.pipeline.stager import Stager
@@ -35,7 +35,7 @@ def _work(config: WorkerConfig) -> None:
         )
     trusted = settings.trusted_keys
     stopping = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
+    ring_on_sigterm(stopping.set)
     with ExitStack() as stack:
         at = stack.enter_context(open_premises(config, f"{NAME}-{settings.region}"))
         early = None

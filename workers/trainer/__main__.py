@@ -6,11 +6,11 @@ the run, 9 when Redis or all actors were away for too long.
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from typing import TYPE_CHECKING
 
+from deltastore.cli.signals import ring_on_sigterm
 from workers.run_folder import TRAINER
 from workers.wiring import open_surroundings, run_worker
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def _work(config: WorkerConfig) -> None:
     stopping = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
+    ring_on_sigterm(stopping.set)
     with open_surroundings(config, TRAINER) as around:
         # Only now: what is wrong with the file is said without waiting for torch.
         from workers.trainer.assembly import train
