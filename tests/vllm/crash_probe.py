@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deltastore.adapters.placed_target import PlacedTarget
+from deltastore.adapters.vllm import child_stager
 from deltastore.clock import SystemClock
 from tests.vllm.crash_steps import STEPS, arm
 from tests.vllm.worker_probe import WorkerProbe
@@ -44,6 +45,7 @@ class CrashProbe(WorkerProbe):
 
     def probe_stager_steps(self, book: str) -> None:
         """Let the stagers that this rank starts from now on die where that folder says."""
+        child_stager.LOOK_S = child_stager.RESTART_MIN_S = 0.05  # not what is tested
         child: Any = self.weight_transfer_engine._child  # type: ignore[attr-defined]
         child._command[2:3] = ["tests.vllm.crash_stager", book]
         os.kill(child.pid, signal.SIGKILL)
