@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from deltastore.adapters.float_casts import is_narrowing, narrow, narrow_exact, widen
 from deltastore.adapters.torch_tensors import (
@@ -22,6 +23,7 @@ from deltastore.adapters.torch_tensors import (
     host_bits,
     named_tensors,
 )
+from deltastore.chain.places import read_places, write_places
 from deltastore.errors import IntegrityError, InvalidInputError, Kind
 from deltastore.format.box import MAX_BOX_ELEMENTS, Box
 from deltastore.format.coverage import list_names, match_entries
@@ -127,6 +129,10 @@ class ModuleTarget:
     ) -> None:
         self._places = _find_places(module, layout)
         self._layout = layout
+        self._hosted = [
+            places[0].hosted(spec) if len(places) == 1 else None
+            for spec, places in zip(layout.tensors, self._places, strict=True)
+        ]
         if initial is not None:
             require_same_layout(layout.digest, initial.layout.digest, what="the initial state")
             for tensor, bits in enumerate(initial.arrays):
@@ -147,6 +153,12 @@ class ModuleTarget:
         dtype does not have: somebody else wrote to it.
         """
         spec = self._layout.tensors[tensor]
+        hosted = self._hosted[tensor]
+        if hosted is not None and indices is not None and box.flat:
+            picked = read_places(hosted, box, indices)
+            if picked is None:
+                raise _outside(spec, box)
+            return picked
         _check_box(spec, box, indices)
         bits = host_bits(self._read(tensor, box, indices), spec.dtype)
         return bits.copy() if indices is None else bits
@@ -156,13 +168,21 @@ class ModuleTarget:
     ) -> None:
         """Write patterns there, in place, into every storage that has one of the tensor's names."""
         spec = self._layout.tensors[tensor]
-        _check_box(spec, box, indices)
+        hosted = self._hosted[tensor]
+        if hosted is None or indices is None or not box.flat:
+            _check_box(spec, box, indices)
         count = box.elements if indices is None else indices.size
         if bits.dtype != spec.dtype.bits_dtype or bits.shape != (count,):
             raise InvalidInputError(
                 f"{bits.dtype} {bits.shape} written to {count} elements of {spec.name!r}",
                 kind=Kind.TENSOR_SHAPE,
             )
+        if hosted is not None and indices is not None and box.flat:
+            if not write_places(hosted, box, indices, bits):
+                raise _outside(spec, box)
+            # As every other write in place does: a graph that saved the weights must not miss it.
+            increment_version(self._places[tensor][0].flat)
+            return
         with torch.no_grad():
             for place in self._places[tensor]:
                 place.write(spec, box, indices, device_patterns(bits, place.flat.device))
@@ -228,6 +248,13 @@ class _Place:
         reach = 1 + sum((n - 1) * s for n, s in zip(patterns.shape, patterns.stride(), strict=True))
         window = patterns.as_strided((reach,), (1,), patterns.storage_offset())
         return cls(named, window, patterns.stride())
+
+    def hosted(self, spec: TensorSpec) -> Bits | None:
+        """The live memory as an array, where that is all there is to it: torch's own calls take
+        longer than the bits of a small tensor.
+        """
+        plain = self.strides is None and self.named.dtype is spec.dtype
+        return host_bits(self.flat, spec.dtype) if plain and self.flat.is_cpu else None
 
     def read(self, spec: TensorSpec, box: Box, indices: NDArray[np.uint32] | None) -> torch.Tensor:
         """Patterns of the layout's dtype; of a whole contiguous run a view of live memory."""
@@ -327,11 +354,15 @@ def _boxes(elements: int) -> Iterator[Box]:
 def _check_box(spec: TensorSpec, box: Box, indices: NDArray[np.uint32] | None) -> None:
     outside = not box.fits(spec.element_shape)
     if outside or (indices is not None and indices.size and int(indices.max()) >= box.elements):
-        raise InvalidInputError(
-            f"box {box.start} {box.shape} or an index in it is outside of {spec.name!r}"
-            f" {list(spec.element_shape)}",
-            kind=Kind.BOX,
-        )
+        raise _outside(spec, box)
+
+
+def _outside(spec: TensorSpec, box: Box) -> InvalidInputError:
+    return InvalidInputError(
+        f"box {box.start} {box.shape} or an index in it is outside of {spec.name!r}"
+        f" {list(spec.element_shape)}",
+        kind=Kind.BOX,
+    )
 
 
 def _require_equal(

@@ -12,7 +12,16 @@ from deltastore.format.block import Block, ValueKind
 from deltastore.format.box import Box
 from deltastore.format.dtypes import DType
 from deltastore.format.fingerprint import ZERO
-from deltastore.format.kernels_apply import change_proved, gather, gather_change, locate, scatter
+from deltastore.format.kernels_apply import (
+    change_proved,
+    change_runs,
+    gather,
+    gather_change,
+    gather_within,
+    locate,
+    scatter,
+    scatter_within,
+)
 from deltastore.format.kernels_base import Array, frozen
 from deltastore.format.kernels_cost import plane_cost
 from deltastore.format.kernels_diff import scan_changes, scan_runs
@@ -38,7 +47,7 @@ _ELEMENTS = 256
 
 
 def warm_up() -> None:
-    """Compile every kernel for every element width into the cache (half a minute; a second when warm)."""
+    """Compile every kernel for every element width: half a minute; a second from the cache."""
     entries = [TensorEntry(d.value, d, (_ELEMENTS // 2, 2)) for d in _WARM_DTYPES]
     layout = Layout.build(entries)
     blocks: list[Block] = []
@@ -79,9 +88,13 @@ def _warm_width(old: Array, new: Array) -> None:
     for offsets in (frozen(some), frozen(wide)):
         gather(old, offsets, 0, values)
         scatter(old, offsets, 0, frozen(values))
+        gather_within(old, offsets, 0, 4, values)
+        scatter_within(old, offsets, 0, 4, frozen(values))
         gather_change(old, offsets, 0, 0, frozen(values), False, values.copy(), values.copy())
         change_proved(old, offsets, 0, 0, frozen(values), False, np.uint64(0), np.uint64(0))
         _warm_placed(old, offsets, frozen(values))
+    read = frozen(values)
+    change_runs(frozen(some), read, read, frozen(wide[-1:]), whole, frozen(kinds[:1]), changes)
     sides = [frozen(column) for column in (wide, values, kinds)]
     merge_changes(*sides, *sides, np.empty(8, np.int64), np.empty(8, old.dtype), np.empty(8, "u1"))
     is_increasing(frozen(wide))

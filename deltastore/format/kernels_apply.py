@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deltastore.format.kernels_base import Array, kernel
+from deltastore.format.kernels_base import Array, helper, kernel
 from deltastore.format.kernels_fingerprint import HIGH_KEYS, LOW_KEYS, mix_high, mix_low
 
 U = np.uint64
@@ -19,6 +19,14 @@ TILE = 2048
 
 _L0, _L1 = U(LOW_KEYS[0]), U(LOW_KEYS[1])
 _H0, _H1 = U(HIGH_KEYS[0]), U(HIGH_KEYS[1])
+
+
+@helper
+def _all_below(offsets: Array, limit: Any) -> Any:
+    top = U(0)
+    for i in range(offsets.size):
+        top = max(top, U(offsets[i]))
+    return offsets.size == 0 or top < U(limit)
 
 
 @kernel
@@ -35,6 +43,24 @@ def scatter(weights: Array, offsets: Array, base: Any, values: Array) -> Any:
     first = U(base)
     for i in range(offsets.size):
         weights[first + U(offsets[i])] = values[i]
+
+
+@kernel
+def gather_within(weights: Array, offsets: Array, base: Any, limit: Any, out: Array) -> Any:
+    """`gather`, if every offset is below `limit`; else nothing is read. Says which."""
+    if not _all_below(offsets, limit):
+        return False
+    gather(weights, offsets, base, out)
+    return True
+
+
+@kernel
+def scatter_within(weights: Array, offsets: Array, base: Any, limit: Any, values: Array) -> Any:
+    """`scatter`, if every offset is below `limit`; else nothing is written. Says which."""
+    if not _all_below(offsets, limit):
+        return False
+    scatter(weights, offsets, base, values)
+    return True
 
 
 @kernel
@@ -95,6 +121,46 @@ def change_proved(
     if found_low == low and found_high == high:
         scatter(weights, offsets, base, new)
     return found_low, found_high
+
+
+@kernel
+def change_runs(
+    offsets: Array,
+    old: Array,
+    values: Array,
+    ends: Array,
+    firsts: Array,
+    absolute: Array,
+    changes: Array,
+) -> Any:
+    """The fingerprint change of many short blocks that lie end to end, each by itself.
+
+    `ends[r]` is where block r ends, `firsts[r]` the flat index that its offsets count from;
+    `values` are steps, or new patterns where `absolute[r]`; `changes[r]` takes the two lanes.
+    """
+    new = np.empty(values.size, values.dtype)
+    begin = 0
+    for run in range(ends.size):
+        end = ends[run]
+        for i in range(begin, end):
+            new[i] = values[i]
+        if not absolute[run]:
+            for i in range(begin, end):
+                new[i] += old[i]
+        low = U(0)
+        high = U(0)
+        flat = U(firsts[run])
+        for i in range(begin, end):
+            e = flat + U(offsets[i])
+            o = U(old[i])
+            n = U(new[i])
+            p = _L0 + e * _L1
+            q = _H0 + e * _H1
+            low += mix_low(p, n) - mix_low(p, o)
+            high += mix_high(q, n) - mix_high(q, o)
+        changes[run, 0] = low
+        changes[run, 1] = high
+        begin = end
 
 
 @kernel

@@ -2,23 +2,25 @@
 
 Two passes over the blocks at a safe point:
   1. read only: gather the old bits, compute the new ones, compare each block's fingerprint change
-     with what it declares. Nothing has been written; a mismatch refuses the activation.
+     with what it declares, of small blocks many at a time. Nothing has been written; a mismatch
+     refuses the activation.
   2. write: scatter block by block. Before a block is written its old bits are kept, so that a
      scatter that fails in the middle of it can be undone too. Finished blocks of steps are undone
      by the inverse steps; of absolute values the old bits are kept, up to `undo_max_bytes`.
 After a rollback the whole fingerprint is taken; if it is not the base's, the actor is poisoned: it
 refuses every further activation, and its caller must refuse to serve, until it has re-anchored.
 
-Memory: one block's old and new bits, the undo log, and `scratch_max_bytes` of old bits that the
-first pass keeps for the second, so that they are read once. None of it depends on the shape of the
-weights: one changed element costs one element.
+Memory: one block's old and new bits, what `ShortBlocks` holds, the undo log, and the
+`scratch_max_bytes` of old bits that the first pass keeps for the second, so that they are read
+once. None of it depends on the shape of the weights: one changed element costs one element.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deltastore.chain.apply import block_change, inverse, new_bits, unsettled_tensors
+from deltastore.chain.apply import inverse, new_bits, unsettled_tensors
+from deltastore.chain.apply_many import ShortBlocks
 from deltastore.config import FollowerSettings
 from deltastore.errors import ApplyError, IntegrityError, Kind
 from deltastore.events import ActivationFailed, VersionActivated, discard
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.format.block import Block
     from deltastore.format.dtypes import Bits
-    from deltastore.format.fingerprint import Fingerprint
     from deltastore.format.layout import BitState
     from deltastore.pipeline.protocols import WeightTarget
     from deltastore.pipeline.staged import StagedUpdate
@@ -139,23 +140,26 @@ class Applier:
 
     def _activate_blocks(self, update: StagedUpdate) -> None:
         kept = self._verify(update)
-        undo: list[Block] = []
+        target = self._target
+        most_bytes = self._settings.undo_max_bytes
+        undo: list[tuple[Block, Bits | None]] = []
         kept_bytes = 0
         writing: tuple[Block, Bits] | None = None
         try:
             for number, block in enumerate(update.blocks):
                 old = kept.pop(number, None)
                 if old is None:
-                    old = self._target.gather(block.tensor, block.box, block.indices)
+                    old = target.gather(block.tensor, block.box, block.indices)
                 writing = (block, old)
-                self._target.scatter(block.tensor, block.box, block.indices, new_bits(block, old))
+                target.scatter(block.tensor, block.box, block.indices, new_bits(block, old))
                 writing = None
-                if block.kind is not ValueKind.STEPS:
+                steps = block.kind is ValueKind.STEPS
+                if not steps:
                     kept_bytes += old.nbytes
-                if kept_bytes <= self._settings.undo_max_bytes:
-                    undo.append(inverse(block, old))
+                if kept_bytes <= most_bytes:
+                    undo.append((block, None if steps else old))
         except BaseException as err:
-            reversible = kept_bytes <= self._settings.undo_max_bytes
+            reversible = kept_bytes <= most_bytes
             self._roll_back(undo if reversible else None, writing, update.target.version, err)
             raise ApplyError(
                 f"activation failed and was rolled back: {err}",
@@ -170,19 +174,18 @@ class Applier:
         Returns the old bits of the first blocks, as many as the scratch memory holds.
         """
         layout = self._target.layout
-        total = self._active.fingerprint
-        found: list[tuple[Block, Fingerprint]] = []
+        short = ShortBlocks(layout)
         kept: dict[int, Bits] = {}
         left_bytes = self._settings.scratch_max_bytes
         for number, block in enumerate(update.blocks):
             old = self._target.gather(block.tensor, block.box, block.indices)
-            change = block_change(layout, block, old, new_bits(block, old))
-            found.append((block, change))
+            short.add(block, old)
             if old.nbytes <= left_bytes:
                 kept[number] = old
                 left_bytes -= old.nbytes
-            total = total + change
-        wrong = [layout.tensors[tensor].name for tensor in unsettled_tensors(found)]
+        short.settle()
+        total = self._active.fingerprint + short.total
+        wrong = [layout.tensors[tensor].name for tensor in unsettled_tensors(short.found)]
         if wrong:
             raise ApplyError(
                 f"{len(wrong)} tensors do not hold the bits that version {update.target.version}"
@@ -202,7 +205,7 @@ class Applier:
 
     def _roll_back(
         self,
-        undo: list[Block] | None,
+        undo: list[tuple[Block, Bits | None]] | None,
         writing: tuple[Block, Bits] | None,
         version: int,
         cause: BaseException,
@@ -212,7 +215,8 @@ class Applier:
             if writing is not None:
                 block, old = writing
                 self._target.scatter(block.tensor, block.box, block.indices, old)
-            for block in reversed(undo or []):
+            for done, replaced in reversed(undo or []):
+                block = inverse(done, done.values if replaced is None else replaced)
                 now = self._target.gather(block.tensor, block.box, block.indices)
                 self._target.scatter(block.tensor, block.box, block.indices, new_bits(block, now))
             whole = undo is not None and self._target.fingerprint() == self._active.fingerprint

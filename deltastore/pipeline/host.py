@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deltastore.chain.places import read_places, write_places
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.box import Box
 from deltastore.format.kernels_apply import gather, scatter
@@ -59,11 +60,16 @@ class HostTarget:
     def gather(self, tensor: int, box: Box, indices: NDArray[np.uint32] | None) -> Bits:
         """The patterns at those indices of the box (None: the whole box), as a flat copy."""
         bits_of = self.state.arrays[tensor]
-        if box.flat and indices is None:
-            return bits_of[box.start[0] : box.start[0] + box.shape[0]].copy()
-        places, base = self._places(tensor, box, indices)
+        if box.flat:
+            if indices is None:
+                return bits_of[box.start[0] : box.start[0] + box.shape[0]].copy()
+            found = read_places(bits_of, box, indices)
+            if found is None:
+                raise self._outside(tensor, box)
+            return found
+        places = self._places(tensor, box, indices)
         picked: Bits = np.empty(places.size, bits_of.dtype)
-        gather(bits_of, places, base, picked)
+        gather(bits_of, places, 0, picked)
         return picked
 
     def scatter(
@@ -74,13 +80,16 @@ class HostTarget:
         if box.flat and indices is None:
             bits_of[box.start[0] : box.start[0] + box.shape[0]] = bits
             return
-        places, base = self._places(tensor, box, indices)
-        if bits.dtype != bits_of.dtype or bits.shape != places.shape:
+        shape = (box.elements,) if indices is None else indices.shape
+        if bits.dtype != bits_of.dtype or bits.shape != shape:
             raise InvalidInputError(
-                f"{bits.size} {bits.dtype} patterns for {places.size} of {bits_of.dtype}",
+                f"{bits.size} {bits.dtype} patterns for {shape} of {bits_of.dtype}",
                 kind=Kind.TENSOR_SHAPE,
             )
-        scatter(bits_of, places, base, frozen(bits))
+        if not box.flat:
+            scatter(bits_of, self._places(tensor, box, indices), 0, frozen(bits))
+        elif indices is None or not write_places(bits_of, box, indices, bits):
+            raise self._outside(tensor, box)
 
     def fingerprint(self) -> Fingerprint:
         """One pass over the state."""
@@ -88,15 +97,15 @@ class HostTarget:
 
     def _places(
         self, tensor: int, box: Box, indices: NDArray[np.uint32] | None
-    ) -> tuple[NDArray[np.integer[Any]], int]:
-        """Offsets in the tensor and what to add to them; checked, for the kernels do not."""
+    ) -> NDArray[np.integer[Any]]:
+        """Offsets in the tensor of a box's elements; checked, for the kernels do not."""
         shape = self.layout.tensors[tensor].element_shape
         if not box.fits(shape) or (
             indices is not None and indices.size and int(indices.max()) >= box.elements
         ):
-            raise InvalidInputError(
-                f"indices or box {box} leave {self.layout.tensors[tensor].name!r}", kind=Kind.BOX
-            )
-        if box.flat and indices is not None:
-            return frozen(indices), box.start[0]
-        return frozen(box.offsets_of(indices, shape)), 0
+            raise self._outside(tensor, box)
+        return frozen(box.offsets_of(indices, shape))
+
+    def _outside(self, tensor: int, box: Box) -> InvalidInputError:
+        name = self.layout.tensors[tensor].name
+        return InvalidInputError(f"indices or box {box} leave {name!r}", kind=Kind.BOX)

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltastore.chain.apply import apply_blocks, prepare_block
+from deltastore.chain.apply import apply_blocks, block_change, new_bits, prepare_block
+from deltastore.chain.apply_many import BATCH_VALUES, SHORT_BLOCK_VALUES, ShortBlocks
 from deltastore.chain.diff import diff_run, diff_tensor
 from deltastore.chain.diff_many import BATCH_ELEMENTS, SHORT_RUN_ELEMENTS, ShortRuns
+from deltastore.chain.places import read_places, write_places
 from deltastore.errors import IntegrityError, InvalidInputError
 from deltastore.format.block import Block, ValueKind, total_change
 from deltastore.format.box import Box
@@ -192,6 +194,101 @@ def test_a_block_whose_change_is_not_what_it_declares_is_not_written():
     assert prepare_block(base.layout, block, base.arrays[0]).change == block.fingerprint_change
     assert apply_blocks(base, [block]) == block.fingerprint_change
     assert base.equals(new)
+
+
+def _met(blocks: list[Block], state: BitState) -> list[tuple[Block, np.ndarray]]:
+    """Each block with the bits at its places."""
+    return [(b, prepare_block(state.layout, b, state.arrays[b.tensor]).old) for b in blocks]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(SIZES)), min_size=1, max_size=40),
+    st.integers(0, 99),
+    st.sampled_from((0.01, 0.3, 1.0)),
+)
+def test_short_blocks_proved_together_change_what_each_changes(tensors, seed, share):
+    """CASE R28: steps, patterns and dense blocks of any mix of types, right ones and wrong ones."""
+    base, new = _states(tensors, seed, share)
+    differ = Differ(base.layout, threads=1)
+    blocks = list(differ.blocks(HostSource(new), base, ZERO))
+    differ.close()
+    for i, block in enumerate(blocks):
+        if i % 3 == 1 and block.kind is ValueKind.STEPS:
+            after = prepare_block(base.layout, block, base.arrays[block.tensor]).new
+            blocks[i] = Block(
+                block.tensor, block.box, ValueKind.BITS, block.indices, after,
+                block.fingerprint_change,
+            )  # fmt: skip
+    live = base.copy()
+    for bits in live.arrays[::4]:
+        bits += bits.dtype.type(1)
+    expected = [
+        (block, block_change(base.layout, block, old, new_bits(block, old)))
+        for block, old in _met(blocks, live)
+    ]
+    short = ShortBlocks(base.layout)
+    for block, old in _met(blocks, live):
+        short.add(block, old)
+    short.settle()
+    assert short.total == sum((change for _block, change in expected), ZERO)
+    wrong = {(b.tensor, b.box): c for b, c in expected if c != b.fingerprint_change}
+    assert {(block.tensor, block.box): change for block, change in short.found} == wrong
+    assert {tensor for tensor, _box in wrong} <= set(range(0, len(base.layout), 4))
+
+
+def test_blocks_of_any_box_and_any_length_are_proved():
+    """A box of two dimensions and a block too long to wait; a full batch waits no longer."""
+    rows = Box((1, 2), (3, 4), flat=False)
+    layout = Layout.build(
+        [TensorEntry("m", DType.BF16, (8, 8)), TensorEntry("w", DType.BF16, (3 * BATCH_VALUES,))]
+    )
+    state = BitState.zeros(layout)
+    places = np.arange(0, 12, 5, dtype=np.uint32)
+    blocks = [Block(0, rows, ValueKind.STEPS, places, places.astype(np.uint16) + 1, ZERO)]
+    sizes = [SHORT_BLOCK_VALUES + 1, *[SHORT_BLOCK_VALUES] * (BATCH_VALUES // SHORT_BLOCK_VALUES)]
+    start = 0
+    for size in sizes:
+        values = np.ones(size, np.uint16)
+        run = Box.run(start, size)
+        blocks.append(Block(1, run, ValueKind.STEPS, np.arange(size, dtype="u4"), values, ZERO))
+        start += size
+    short = ShortBlocks(layout)
+    for block, old in _met(blocks, state):
+        short.add(block, old)
+    assert len(short.found) == len(blocks)
+    changes = [block_change(layout, b, old, new_bits(b, old)) for b, old in _met(blocks, state)]
+    assert short.total == sum(changes, ZERO)
+
+
+def test_old_bits_that_are_not_the_blocks_are_refused():
+    """As many bits as values, of their width."""
+    layout = Layout.build([TensorEntry("w", DType.BF16, (64,))])
+    two = np.array([1, 2], np.uint32)
+    block = Block(0, Box.run(0, 64), ValueKind.STEPS, two, np.ones(2, np.uint16), ZERO)
+    for old in (np.zeros(1, np.uint16), np.zeros(2, np.uint8)):
+        with pytest.raises(InvalidInputError):
+            ShortBlocks(layout).add(block, old)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+def test_places_in_a_run_are_read_and_written_and_no_others(dtype):
+    """CASE R29: what numpy reads and writes; one place outside, and nothing is touched."""
+    bits = np.arange(50).astype(dtype)
+    box = Box.run(10, 20)
+    at = np.array([0, 19, 7], np.uint32)
+    assert read_places(bits, box, at).tolist() == [10, 29, 17]
+    assert write_places(bits, box, at, np.array([1, 2, 3], dtype))
+    assert bits[[10, 29, 17]].tolist() == [1, 2, 3]
+    before, ones = bits.copy(), np.ones(2, dtype)
+    for outside, index in (
+        (box, 20), (Box.run(-1, 5), 0), (Box.run(45, 6), 0), (Box.run(0, -1), 0),
+        (Box((0, 0), (2, 2), flat=False), 0),
+    ):  # fmt: skip
+        places = np.array([0, index], np.uint32)
+        assert read_places(bits, outside, places) is None
+        assert not write_places(bits, outside, places, ones)
+    assert np.array_equal(bits, before)
+    assert read_places(bits, box, at[:0]).size == 0
 
 
 def test_a_segment_of_many_tensors_is_the_one_of_each():
