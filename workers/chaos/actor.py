@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from deltastore.cli.signals import ring_on_sigterm
 from deltastore.errors import InvalidInputError, Kind
-from workers.chaos.orders import OrderBook, SpoilingStore, SteppedClock
+from deltastore.observability.jsonl import JsonlSink
+from workers.chaos.deeds import DeedLog
+from workers.chaos.orders import OrderBook, SpoilingStore, SteppedClock, deeds_file, orders_file
 from workers.wiring import open_surroundings, run_worker
 
 if TYPE_CHECKING:
@@ -24,22 +26,26 @@ def _work(config: WorkerConfig) -> None:
         from workers.actor.assembly import act
         from workers.chaos.engine import ScriptedEngine
 
-        book = OrderBook(around.folder.path / "orders" / f"{settings.actor_id}.json")
+        folder, actor_id = around.folder, settings.actor_id
+        log = DeedLog(deeds_file(folder, actor_id))
+        book = OrderBook(orders_file(folder, actor_id), log)
         regions = {
             name: replace(run, store=SpoilingStore(run.store, book))
             for name, run in around.regions.items()
         }
-        failing = replace(around, regions=regions, clock=SteppedClock(book))
-        act(
-            failing,
-            _stop_on_sigterm,
-            make_engine=lambda live: ScriptedEngine(
-                live.target,
-                book,
-                vocabulary=int(live.model.config.vocab_size),
-                clock=around.clock,
-            ),
-        )
+        clock = SteppedClock(book)
+        # Who reads a wall clock here stamps events with it.
+        with JsonlSink(folder.events(actor_id), clock) as sink:
+            act(
+                replace(around, regions=regions, clock=clock, sink=sink),
+                _stop_on_sigterm,
+                make_engine=lambda live: ScriptedEngine(
+                    live.target,
+                    book,
+                    vocabulary=int(live.model.config.vocab_size),
+                    clock=around.clock,
+                ),
+            )
 
 
 def _stop_on_sigterm(actor: Actor) -> None:

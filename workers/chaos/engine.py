@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from deltastore.errors import IntegrityError, Kind
 from workers.actor.engine import Completions, GenerationStopped
+from workers.chaos.deeds import SLOW
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,7 @@ FIRST_TOKEN = 2
 BATCH_S = 0.15  # what every batch costs
 TOKEN_S = 0.004  # what a token adds
 LOOK_S = 0.05
+FELT_S = 0.5  # of delay: by then slowness has done something
 
 
 def scripted_sample(
@@ -78,9 +80,13 @@ class ScriptedEngine:
         )
 
     def _spend(self, tokens: int, progress: Progress) -> None:
-        done_s, needed_s = 0.0, BATCH_S + TOKEN_S * tokens
+        done_s, slept_s, needed_s = 0.0, 0.0, BATCH_S + TOKEN_S * tokens
         while done_s < needed_s:
             self._clock.sleep_s(LOOK_S)
-            done_s += LOOK_S / self._book.read().slow
+            orders = self._book.read()
+            done_s += LOOK_S / orders.slow
+            slept_s += LOOK_S
+            if orders.slow > 1 and slept_s - done_s >= FELT_S:
+                self._book.note_once(SLOW, orders)
             if not progress(min(tokens, int(tokens * done_s / needed_s))):
                 raise GenerationStopped

@@ -6,6 +6,7 @@ learning from exactly these results gives without any disturbance.
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,13 @@ from deltastore.maintenance.fsck import check_run
 from deltastore.maintenance.janitor import JanitorPolicy, run_janitor
 from deltastore.repository.fetch import load_manifest
 from workers.causal_lm import load_model
+from workers.chaos.deeds import READ_AGAIN
 from workers.chaos.engine import scripted_sample
+from workers.chaos.injected import DEED_OF, NOTICED, ON_RESULTS
 from workers.chaos.trainer import EvenTokens
 from workers.sampling import MILLI, Sampling, prompt_seed
 from workers.trainer.grpo import backward
+from workers.trainer.jobs import Verdict
 from workers.trainer.optimizer import MasterOptimizer, OptimizerSettings
 
 if TYPE_CHECKING:
@@ -27,16 +31,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.clock import Clock
+    from deltastore.events import ResultSettled
     from deltastore.repository.run import Run
     from workers.chaos.audit import AuditFolder
+    from workers.chaos.deeds import Deed
+    from workers.chaos.injected import Injected
     from workers.config import TrainerConfig
     from workers.run_folder import FinalReport
 
 STREAMS = 4
 AT_ONCE = JanitorPolicy(commit_deadline_s=0.01, grace_s=0.02, abandoned_s=0.02)  # nobody writes now
-MEMORY_SLACK_BYTES = 48 << 20
-MEMORY_GROWTH = 1.1
-MEMORY_LEAST_SAMPLES = 60  # two minutes, of which a busy machine takes one to start the process
+MEMORY_SLACK_BYTES = 8 << 20
+MEMORY_GROWTH = 1.02
+MEMORY_LEAST_S, MEMORY_LEAST_SAMPLES = 60.0, 20  # at work
 
 
 class ChaosFound(Exception):
@@ -166,19 +173,54 @@ def check_regions(regions: Mapping[str, Run], clock: Clock) -> int:
     return orphans
 
 
-def check_memory(samples: Mapping[str, Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """Prove that no process grew from the middle of its life to its end; growth per process.
+def check_deeds(
+    injected: Sequence[Injected],
+    deeds: Mapping[str, Sequence[Deed]],
+    results: Sequence[ResultSettled],
+) -> None:
+    """Prove that actors did all that was ordered, and that all damage was noticed.
 
-    One that lived shortly is left out: in the middle of that it was still importing what it needs.
+    Per flip or cut that was injected one damaged result that the trainer called corrupt, per
+    flipped read one object that was read again and was right then.
+    """
+    corrupt = {(one.actor, one.job) for one in results if one.outcome == Verdict.CORRUPT}
+    wanted = Counter(
+        (one.planned.target, one.planned.fault) for one in injected if one.planned.fault in DEED_OF
+    )
+    for (actor, fault), count in wanted.items():
+        mine = deeds.get(actor, ())
+        done = [deed for deed in mine if deed.what == DEED_OF[fault]]
+        hold(len(done) >= count, f"{actor} did {len(done)} of {count} x {fault.value}")
+        if fault not in NOTICED:
+            continue
+        if fault in ON_RESULTS:
+            noticed = [deed for deed in done if (actor, deed.about) in corrupt]
+        else:
+            again = Counter(deed.about for deed in mine if deed.what == READ_AGAIN)
+            noticed = [deed for deed in done if again[deed.about]]
+        hold(len(noticed) >= count, f"{len(noticed)} of {count} x {fault.value} noticed at {actor}")
+
+
+def check_memory(
+    samples: Mapping[str, Sequence[tuple[float, int]]], *, must: str
+) -> dict[str, float]:
+    """Prove that no process grew since it had settled; growth per process.
+
+    A third of the time at work is for settling: caches and the first activation. One that was at
+    work for less than a minute is left out.
+
+    Args:
+        must: the process that has to be judged.
     """
     growth = {}
     for name, rows in samples.items():
         sizes = [size_bytes for _, size_bytes in rows]
-        if len(sizes) < MEMORY_LEAST_SAMPLES:
+        if len(rows) < MEMORY_LEAST_SAMPLES or rows[-1][0] - rows[0][0] < MEMORY_LEAST_S:
             continue
-        middle = median(sizes[len(sizes) // 2 : len(sizes) * 6 // 10])
-        end = median(sizes[-max(2, len(sizes) // 10) :])
-        growth[name] = end / middle
-        limit = MEMORY_GROWTH * middle + MEMORY_SLACK_BYTES
-        hold(end <= limit, f"{name} grew from {middle / 1e6:.0f} to {end / 1e6:.0f} MB")
+        some, settled = max(3, len(sizes) // 10), len(sizes) // 3
+        begin, end = median(sizes[settled : settled + some]), median(sizes[-some:])
+        growth[name] = end / begin
+        limit = MEMORY_GROWTH * begin + MEMORY_SLACK_BYTES
+        hold(end <= limit, f"{name} grew from {begin / 1e6:.0f} to {end / 1e6:.0f} MB")
+    hold(must in growth, f"{must} was not at work for {MEMORY_LEAST_S:.0f} s: nobody was judged")
     return growth

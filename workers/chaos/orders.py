@@ -1,27 +1,52 @@
 """A process that must be restarted to fail differently fails like no machine: it takes orders.
 
 The director writes an actor's orders into a file, the actor looks at it whenever it could matter:
-how slow to be, how many of its next results and reads to damage, how wrong its wall clock is.
+how slow to be, how many results and reads to damage, how wrong its clocks are. What it did it
+writes down: orders count what is wanted in all, deeds what was done in all, over all its lives.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from deltastore.clock import SystemClock
 from deltastore.storage.wrapper import StoreWrapper
+from workers.chaos.deeds import (
+    CLOCK_AHEAD,
+    CLOCK_STEP,
+    CUT_RESULTS,
+    FLIP_READS,
+    FLIP_RESULTS,
+    READ_AGAIN,
+    STORED,
+    Deed,
+    DeedLog,
+)
 from workers.run_folder import write_whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.storage.store import Body, ByteRange, ObjectStore, PutMode, PutOutcome
+    from workers.run_folder import RunFolder
 
 LOOK_S = 0.2
 _RESULTS, _CHANGES = "/rollouts/", "/deltas/"
+
+
+def orders_file(folder: RunFolder, actor_id: str) -> Path:
+    """Where an actor's orders are."""
+    return folder.path / "orders" / f"{actor_id}.json"
+
+
+def deeds_file(folder: RunFolder, actor_id: str) -> Path:
+    """Where an actor writes down what it did."""
+    return folder.path / "orders" / f"{actor_id}.deeds.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +54,9 @@ class Orders:
     """How an actor misbehaves from now on.
 
     Args:
-        number: orders with a number not seen yet begin their counts anew.
+        number: grows with every change; deeds name it.
         slow: how many times slower than usual it generates.
-        flip_results, cut_results, flip_reads: how many of its next uploads and reads are damaged.
+        flip_results, cut_results, flip_reads: how many uploads and reads it damages, in all.
         clock_step_s: how far its wall clock is off.
         clock_ahead_s: how far its monotonic clock is ahead, as after a suspended machine; grows.
     """
@@ -51,57 +76,88 @@ class Orders:
 
 
 class OrderBook:
-    """The orders in a file as one process sees them, and what of them is left to do."""
+    """The orders in a file as one process sees them, and what of them was done. Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, log: DeedLog) -> None:
         self._path = path
+        self._log = log
         self._lock = threading.Lock()
-        self._orders = Orders()
+        self._done = Counter(deed.what for deed in log.read_new())
+        self._noted: dict[str, int] = {}
 
     def read(self) -> Orders:
         """The present orders."""
-        with self._lock:
-            return self._read()
-
-    def take(self, name: str) -> bool:
-        """Whether one more of `flip_results`, `cut_results`, `flip_reads` is ordered; use it up."""
-        with self._lock:
-            left = getattr(self._read(), name)
-            if left > 0:
-                self._orders = replace(self._orders, **{name: left - 1})
-            return bool(left > 0)
-
-    def _read(self) -> Orders:
         try:
-            found = Orders(**json.loads(self._path.read_bytes()))
+            return Orders(**json.loads(self._path.read_bytes()))
         except FileNotFoundError:
-            return self._orders
-        if found.number != self._orders.number:
-            self._orders = found
-        return self._orders
+            return Orders()
+
+    def left(self, what: str) -> bool:
+        """Whether one more of `flip_results`, `cut_results`, `flip_reads` is to be done."""
+        with self._lock:
+            return bool(getattr(self.read(), what) > self._done[what])
+
+    def take(self, what: str, about: str) -> bool:
+        """The same, and if so it is done now: write it down."""
+        with self._lock:
+            orders = self.read()
+            if getattr(orders, what) <= self._done[what]:
+                return False
+            self._done[what] += 1
+            self._log.append(Deed(what, orders.number, about))
+            return True
+
+    def note(self, what: str, about: str = "") -> None:
+        """Write down something else that was done."""
+        self._log.append(Deed(what, self.read().number, about))
+
+    def note_once(self, what: str, orders: Orders) -> None:
+        """Write down that what lasts is in effect, once under the same orders."""
+        with self._lock:
+            if self._noted.get(what) == orders.number:
+                return
+            self._noted[what] = orders.number
+            self._log.append(Deed(what, orders.number))
 
 
 class SpoilingStore(StoreWrapper):
-    """A region's store as a failing machine sees it: some bodies are damaged on their way."""
+    """A region's store as a failing machine sees it: some bodies are damaged on their way.
+
+    One thread puts results.
+    """
 
     def __init__(self, inner: ObjectStore, book: OrderBook) -> None:
         super().__init__(inner)
         self._book = book
+        self._flipped: set[str] = set()
 
     def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
         """A put; a result may be stored with a flipped bit, or cut short."""
-        if _RESULTS in key:
-            if self._book.take("flip_results"):
-                body = flipped(bytes(body))
-            elif self._book.take("cut_results"):
-                body = bytes(body)[: len(body) // 2]
-        return self.inner.put(key, body, mode=mode)
+        if _RESULTS not in key:
+            return self.inner.put(key, body, mode=mode)
+        job_id = key.split("/")[-2]
+        if self._book.left(FLIP_RESULTS):
+            outcome = self.inner.put(key, flipped(bytes(body)), mode=mode)
+            self._book.take(FLIP_RESULTS, job_id)
+        elif self._book.left(CUT_RESULTS):
+            outcome = self.inner.put(key, bytes(body)[: len(body) // 2], mode=mode)
+            self._book.take(CUT_RESULTS, job_id)
+        else:
+            outcome = self.inner.put(key, body, mode=mode)
+            self._book.note(STORED, job_id)
+        return outcome
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """A get; a segment may arrive with a flipped bit."""
         body = self.inner.get(key, byte_range)
-        if _CHANGES in key and self._book.take("flip_reads"):
+        if _CHANGES not in key or not body:
+            return body
+        if self._book.take(FLIP_READS, key):
+            self._flipped.add(key)
             return flipped(body)
+        if key in self._flipped and hashlib.sha256(body).hexdigest() in key:
+            self._flipped.discard(key)
+            self._book.note(READ_AGAIN, key)
         return body
 
 
@@ -110,7 +166,9 @@ class SteppedClock(SystemClock):
 
     def __init__(self, book: OrderBook) -> None:
         self._book = book
-        self._ahead_s = 0.0
+        orders = book.read()  # a clock that is wrong from the start does not step
+        self._ahead_s = orders.clock_ahead_s
+        self._step_s = orders.clock_step_s
         self._look_at_s = 0.0
 
     def monotonic_s(self) -> float:
@@ -118,12 +176,19 @@ class SteppedClock(SystemClock):
         now_s = super().monotonic_s()
         if now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_S
-            self._ahead_s = max(self._ahead_s, self._book.read().clock_ahead_s)
+            orders = self._book.read()
+            if orders.clock_ahead_s > self._ahead_s:
+                self._ahead_s = orders.clock_ahead_s
+                self._book.note_once(CLOCK_AHEAD, orders)
         return now_s + self._ahead_s
 
     def utc_s(self) -> float:
         """Unix time as this machine believes it to be."""
-        return super().utc_s() + self._book.read().clock_step_s
+        orders = self._book.read()
+        if orders.clock_step_s != self._step_s:
+            self._step_s = orders.clock_step_s
+            self._book.note_once(CLOCK_STEP, orders)
+        return super().utc_s() + self._step_s
 
 
 def flipped(body: bytes) -> bytes:

@@ -22,7 +22,7 @@ from deltastore.testing.checkpoints import tiny_checkpoint
 from deltastore.testing.servers import RedisServer, SeaweedServer
 from workers.chaos import judge
 from workers.chaos.audit import AuditFolder
-from workers.chaos.director import Director, Injected
+from workers.chaos.director import Director
 from workers.chaos.schedule import Fault, plan
 from workers.chaos.world import TRAINER, TRAINER_NAME, World
 from workers.config import RegionConfig
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from deltastore.clock import Clock
     from deltastore.repository.run import Run
+    from workers.chaos.injected import Injected
 
 RUN = "chaos"
 HOME, OTHER = "home", "far"
@@ -89,7 +90,7 @@ def play(
         director = Director(world, say)
         director.warm_up()
         say(f"{director.steps} steps made, {len(schedule)} faults to come")
-        director.play(schedule)
+        director.play(schedule, duration_s)
         say("everything recovered; ending")
         return _end(world, director, regions)
 
@@ -159,6 +160,8 @@ def _build(
 def _end(world: World, director: Director, regions: dict[str, Run]) -> Outcome:
     """Stop the trainer, let one that trains no more take its place, and everybody report."""
     clock, home = world.clock, regions[HOME]
+    judge.check_deeds(director.injected, director.deeds, director.results)
+    growth = judge.check_memory(director.memory, must=world.life(TRAINER_NAME))
     _stop_trainer(world)
     last = load_manifest(home, find_head(home)).core.step_last
     world.start_trainer(replace(TRAINER, steps=max(1, last), wait_for_actors=0))
@@ -184,7 +187,7 @@ def _end(world: World, director: Director, regions: dict[str, Run]) -> Outcome:
         results=results,
         restarts=sum(world.starts.values()) - len(world.starts) - 1,
         orphans=judge.check_regions(regions, clock),
-        memory_growth=judge.check_memory(director.memory),
+        memory_growth=growth,
         version=done.version,
     )
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from workers.chaos.orders import Orders
+from workers.chaos.injected import DEED_OF
+from workers.chaos.orders import Orders, deeds_file, orders_file
 from workers.chaos.schedule import Fault
 from workers.config import ActorConfig, TrainerConfig, WorkerConfig
 from workers.demo.fleet import Child, DemoError, Fleet
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from deltastore.clock import Clock
@@ -64,6 +65,8 @@ class World:
     orders: dict[str, Orders] = field(default_factory=dict)
     starts: Counter[str] = field(default_factory=Counter)
     restart_at_s: dict[str, float] = field(default_factory=dict)
+    down: set[str] = field(default_factory=set)
+    """What is killed or stopped just now: one fault at a time does that to a process."""
 
     def start_trainer(self, settings: TrainerConfig = TRAINER) -> None:
         """Start the trainer, or start it again."""
@@ -124,44 +127,41 @@ class World:
                 del self.restart_at_s[name]
                 self.start_actor(name)
 
-    def begin(self, planned: Planned) -> None:
-        """Let a fault happen."""
+    def begin(self, planned: Planned) -> int | None:
+        """Let a fault happen; the number of the order if it is one, else 0.
+
+        None: not now, its target is down by itself or by another fault.
+        """
         target = planned.target
+        if planned.fault in DEED_OF:
+            return self._order(target, planned.fault)
+        child = self.children.get(target)
+        if target in self.down or (child is not None and child.process.poll() is not None):
+            return None
+        self.down.add(target)
         match planned.fault:
             case Fault.KILL_ACTOR:
                 self.restart_at_s[target] = self.clock.monotonic_s() + planned.lasts_s
                 self.children[target].process.kill()
                 self.children[target].process.wait()
             case Fault.FREEZE_ACTOR:
-                self._signal(target, signal.SIGSTOP)
-            case Fault.SLOW_ACTOR:
-                self._order(target, slow=10.0)
-            case Fault.FLIP_RESULT:
-                self._order(target, flip_results=1)
-            case Fault.CUT_RESULT:
-                self._order(target, cut_results=1)
-            case Fault.FLIP_READ:
-                self._order(target, flip_reads=1)
-            case Fault.STEP_CLOCK:
-                self._order(target, clock_step_s=-7200.0 if self._stepped(target) else 86_400.0)
-            case Fault.JUMP_CLOCK:
-                ahead_s = self.orders.get(target, Orders()).clock_ahead_s
-                self._order(target, clock_ahead_s=ahead_s + 3600.0)
+                self.children[target].process.send_signal(signal.SIGSTOP)
             case Fault.KILL_REDIS:
                 self.redis.kill()
             case Fault.KILL_REGION:
                 self.stores[target].kill()
             case Fault.HANG_REGION:
                 self.stores[target].pause()
+        return 0
 
     def end(self, planned: Planned) -> None:
         """Take a fault back, where that needs doing."""
         target = planned.target
         match planned.fault:
             case Fault.FREEZE_ACTOR:
-                self._signal(target, signal.SIGCONT)
+                self.children[target].process.send_signal(signal.SIGCONT)
             case Fault.SLOW_ACTOR:
-                self._order(target, slow=1.0)
+                self._write(target, slow=1.0)
             case Fault.KILL_REDIS:
                 self.redis.restart()
             case Fault.KILL_REGION:
@@ -170,28 +170,50 @@ class World:
                 self.stores[target].resume()
             case _:
                 pass
+        if planned.fault not in DEED_OF:
+            self.down.discard(target)
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Resident memory of trainer and actors, by name and how often it had been started."""
+    def deeds(self, actor_id: str) -> Path:
+        """Where an actor writes down what it did."""
+        return deeds_file(self.folder, actor_id)
+
+    def life(self, name: str) -> str:
+        """A process by name and by how often it had been started."""
+        return f"{name}.{self.starts[name]}"
+
+    def memory_bytes(self, lives: Collection[str]) -> dict[str, int]:
+        """Resident memory of those of `lives` that run."""
         found = {}
         for name, child in self.children.items():
+            if self.life(name) not in lives or child.process.poll() is not None:
+                continue
             try:
-                found[f"{name}.{self.starts[name]}"] = int(
-                    psutil.Process(child.process.pid).memory_info().rss
-                )
+                found[self.life(name)] = int(psutil.Process(child.process.pid).memory_info().rss)
             except psutil.NoSuchProcess:
-                continue  # it has just ended: the next round restarts it
+                continue  # it has just ended
         return found
 
-    def _stepped(self, actor_id: str) -> bool:
-        return self.orders.get(actor_id, Orders()).clock_step_s > 0
-
-    def _signal(self, name: str, number: signal.Signals) -> None:
-        if self.children[name].process.poll() is None:
-            self.children[name].process.send_signal(number)
-
-    def _order(self, actor_id: str, **changes: float) -> None:
+    def _order(self, actor_id: str, fault: Fault) -> int:
+        """Order one more of what an actor does to itself."""
         old = self.orders.get(actor_id, Orders())
-        new = replace(old, number=old.number + 1, flip_results=0, cut_results=0, flip_reads=0)
-        self.orders[actor_id] = replace(new, **changes)  # type: ignore[arg-type]
-        self.orders[actor_id].write(self.folder.path / "orders" / f"{actor_id}.json")
+        match fault:
+            case Fault.SLOW_ACTOR:
+                return self._write(actor_id, slow=10.0)
+            case Fault.FLIP_RESULT:
+                return self._write(actor_id, flip_results=old.flip_results + 1)
+            case Fault.CUT_RESULT:
+                return self._write(actor_id, cut_results=old.cut_results + 1)
+            case Fault.FLIP_READ:
+                return self._write(actor_id, flip_reads=old.flip_reads + 1)
+            case Fault.STEP_CLOCK:
+                back = old.clock_step_s > 0
+                return self._write(actor_id, clock_step_s=-7200.0 if back else 86_400.0)
+            case _:
+                return self._write(actor_id, clock_ahead_s=old.clock_ahead_s + 3600.0)
+
+    def _write(self, actor_id: str, **changes: float) -> int:
+        old = self.orders.get(actor_id, Orders())
+        new = replace(old, number=old.number + 1, **changes)  # type: ignore[arg-type]
+        new.write(orders_file(self.folder, actor_id))
+        self.orders[actor_id] = new
+        return new.number

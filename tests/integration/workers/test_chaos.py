@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deltastore.clock import SystemClock
-from deltastore.storage.memory import MemoryStore
-from deltastore.storage.store import PutMode
 from workers.chaos.engine import STOP, scripted_sample
-from workers.chaos.orders import OrderBook, Orders, SpoilingStore, SteppedClock
 from workers.chaos.play import play
 from workers.chaos.schedule import ON_ACTORS, Fault, plan
 from workers.sampling import Sampling
@@ -27,18 +24,20 @@ def _servers(s3_server: object, redis_server: object) -> None:
 
 
 def test_a_run_survives_every_fault(tmp_path: Path) -> None:
-    """Each kind of fault, most of them twice: all recovered from, no result wrong, same bits.
+    """Two minutes, each kind of fault twice: all recovered from, no result wrong, same bits.
 
-    `play` proves provenance, the weights of the same learning undisturbed, both regions' buckets
-    and the janitor's work, and raises what does not hold.
+    `play` proves that every fault happened and was noticed, provenance, the weights of the same
+    learning undisturbed, flat memory, both regions' buckets and the janitor's work, and raises what
+    does not hold.
     """
     faults: list[str] = []
     outcome = play(
-        tmp_path, seed=5, duration_s=80.0, every_s=3.6, actors=4, clock=SystemClock(),
+        tmp_path, seed=5, duration_s=120.0, every_s=5.0, actors=4, clock=SystemClock(),
         say=faults.append,
     )  # fmt: skip
     assert {row.fault for row in outcome.rows} == set(Fault)
-    assert all(row.survived == row.injected for row in outcome.rows)
+    assert all(row.survived == row.injected >= 2 for row in outcome.rows)
+    assert "trainer.1" in outcome.memory_growth
     assert outcome.restarts >= 1
     assert outcome.steps >= 10
     assert outcome.results >= outcome.steps
@@ -57,33 +56,6 @@ def test_a_seed_is_a_schedule() -> None:
         assert one.target in wanted
     gaps = [b.at_s - a.at_s for a, b in pairwise(schedule)]
     assert gaps == [5.0] * (2 * len(Fault) - 1)
-
-
-def test_orders_are_done_as_often_as_given(tmp_path: Path) -> None:
-    """Damage is counted, new orders begin anew, and the clock is off as ordered."""
-    path = tmp_path / "a.json"
-    store, book = MemoryStore(), OrderBook(path)
-    spoiling, clock = SpoilingStore(store, book), SteppedClock(book)
-    body = bytes(range(64))
-
-    def stored(key: str) -> bytes:
-        spoiling.put(key, body, mode=PutMode.CREATE)
-        return store.get(key)
-
-    assert stored("r/rollouts/0") == body
-    Orders(number=1, flip_results=1, cut_results=1, clock_step_s=3600.0).write(path)
-    assert stored("r/versions/1") == body
-    assert sum(x != y for x, y in zip(stored("r/rollouts/1"), body, strict=True)) == 1
-    assert stored("r/rollouts/2") == body[:32]
-    assert stored("r/rollouts/3") == body
-    assert clock.utc_s() - SystemClock().utc_s() == pytest.approx(3600.0, abs=5.0)
-    ahead = SteppedClock(book)
-    Orders(number=2, flip_reads=1, clock_ahead_s=3600.0).write(path)
-    assert ahead.monotonic_s() - SystemClock().monotonic_s() == pytest.approx(3600.0, abs=5.0)
-    store.put("r/deltas/1", body, mode=PutMode.CREATE)
-    assert spoiling.get("r/rollouts/3") == body
-    assert spoiling.get("r/deltas/1") != body
-    assert spoiling.get("r/deltas/1") == body
 
 
 def test_tokens_betray_their_weights() -> None:
