@@ -7,17 +7,16 @@ and puts up again what came to nothing: expired leases (by `reap`), results that
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltastore.coordination.backend import MAX_ATTEMPTS, JobOffer, ReapOutcome
-from deltastore.errors import CoordinationError, DeltastoreError, Kind
+from deltastore.errors import CoordinationError, Kind
 from deltastore.events import BatchDealt, ResultSettled
 from deltastore.scheduling.split import Deal
-from deltastore.storage.store import ByteRange
 from workers.payload import JobPayload
 from workers.sampling import MILLI, Sampling, prompt_seed
+from workers.trainer.fetch import ResultFetcher
 from workers.trainer.grpo import Group
 from workers.trainer.jobs import Verdict
 
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 
 TAKE_MAX = 64
 TAKE_WAIT_S = 0.25
+FETCH_WAIT_S = 0.25  # for objects on their way, before the next look at everything else
 TEND_PERIOD_S = 1.0  # between two looks for expired leases and stranded jobs
 QUIET_TENDS = 3  # looks at jobs that are done without a result before they are issued anew
-FETCH_THREADS = 4
 OPEN_POOL = ""
 
 
@@ -49,8 +48,9 @@ class Batch:
 
     Args:
         groups: admitted, in the order of their places in the batch.
-        missing: groups that did not come in time or were given up.
-        dropped: results that were offered and not used.
+        missing: groups that did not come in time or were given up, parked ones too.
+        dropped: results that were refused. One still on its way at the end is late: its group is
+            missing, and counted there.
         wait_s: how long the trainer waited for them.
     """
 
@@ -85,7 +85,7 @@ class Dispatcher:
         sink: EventSink,
     ) -> None:
         self._coordination = coordination
-        self._regions = regions
+        self._fetcher = ResultFetcher(regions, clock)
         self._task = task
         self._table = table
         self._ledger = ledger
@@ -133,24 +133,15 @@ class Dispatcher:
         next_tend_s = started_s
         self._dropped = 0
         groups: dict[int, Group] = {}
-        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="results") as pool:
-            while self._table.wanted(step):
-                tick()
-                admitted = (
-                    self._steady.attempt(
-                        lambda: self._coordination.take_settled(TAKE_MAX, TAKE_WAIT_S)
-                    )
-                    or []
-                )
-                bodies = pool.map(self._fetch, admitted)
-                for claim, body in zip(admitted, bodies, strict=True):
-                    self._take(claim, body, groups)
-                now_s = self._clock.monotonic_s()
-                if now_s >= next_tend_s:
-                    next_tend_s = now_s + TEND_PERIOD_S
-                    self._tend(step)
-                if self._is_over(step, len(groups), now_s - started_s):
-                    break
+        while self._table.wanted(step):
+            tick()
+            self._look_for_results(groups)
+            now_s = self._clock.monotonic_s()
+            if now_s >= next_tend_s:
+                next_tend_s = now_s + TEND_PERIOD_S
+                self._tend(step)
+            if self._is_over(step, len(groups), now_s - started_s):
+                break
         self._close(step)
         if len(groups) < self._settings.min_groups:
             raise self._too_few(step, len(groups), "the others were given up after their attempts")
@@ -186,39 +177,45 @@ class Dispatcher:
                 gate=gate,
                 expected_tokens=job.payload.most_tokens,
                 assigned_to=holder,
+                attempt=job.attempt,
             )
             for job, holder in zip(jobs, holders, strict=True)
         ]
         self._gates.update({job.job_id: gate for job in jobs})
         return self._steady.insist(lambda: self._coordination.offer(offers))
 
-    def _fetch(self, admitted: AdmittedResult) -> bytes | None:
-        """The object of a claim, no byte more than claimed; None when it cannot be had."""
-        claim = admitted.settlement
-        run = self._regions.get(claim.region)
-        if run is None or self._table.judge(claim) is not Verdict.ADMITTED:
-            return None
-        key = run.keys.rollout(claim.version, claim.job_id, claim.token, claim.result_sha256)
-        try:
-            return run.store.get(key, ByteRange(0, claim.result_bytes))
-        except DeltastoreError:
-            return None  # absent, shorter or unreachable: judged corrupt, and offered again
+    def _look_for_results(self, groups: dict[int, Group]) -> None:
+        """Send for the objects of new claims, and use what has come of earlier ones."""
+        admitted = self._steady.attempt(
+            lambda: self._coordination.take_settled(TAKE_MAX, TAKE_WAIT_S)
+        )
+        for claim in admitted or []:
+            if self._table.judge(claim.settlement) is Verdict.ADMITTED:
+                self._fetcher.submit(claim)
+            else:
+                self._take(claim, None, groups)  # refused unread
+        for claim, body in self._fetcher.take(FETCH_WAIT_S):
+            self._take(claim, body, groups)
 
     def _take(self, admitted: AdmittedResult, body: bytes | None, groups: dict[int, Group]) -> None:
         self._quiet_tends = 0
         claim = admitted.settlement
         job = self._table.find(claim.job_id)
         verdict, result = self._table.consume(claim, b"" if body is None else body)
-        elapsed_s = admitted.settled_at_s - admitted.granted_at_s
-        self._sink(
-            ResultSettled(claim.job_id, claim.actor_id, verdict.value, claim.tokens, elapsed_s)
-        )
+        self._tell(admitted, verdict)
         if result is not None and job is not None:
             groups[job.index] = self._group(job, result)
             return
         self._dropped += 1
         if job is not None:
             self._give_another_try([job])
+
+    def _tell(self, admitted: AdmittedResult, verdict: Verdict) -> None:
+        claim = admitted.settlement
+        elapsed_s = admitted.settled_at_s - admitted.granted_at_s
+        self._sink(
+            ResultSettled(claim.job_id, claim.actor_id, verdict.value, claim.tokens, elapsed_s)
+        )
 
     def _group(self, job: IssuedJob, result: RolloutResult) -> Group:
         rewards = tuple(
@@ -243,8 +240,10 @@ class Dispatcher:
         for reaped in self._steady.attempt(self._coordination.reap) or []:
             if reaped.outcome is ReapOutcome.PARKED:
                 self._table.close(reaped.job_id)
-                self._dropped += 1
-        wanted = self._table.wanted(step)
+            else:
+                self._table.note_attempt(reaped.job_id, reaped.attempt)
+        on_their_way = self._fetcher.job_ids
+        wanted = [job for job in self._table.wanted(step) if job.job_id not in on_their_way]
         counts = self._steady.attempt(self._coordination.job_counts)
         if not wanted or counts is None or counts.leased:
             return
@@ -300,6 +299,8 @@ class Dispatcher:
 
     def _close(self, step: int) -> None:
         """A result of this step that comes now is late."""
+        for unread in self._fetcher.forget():
+            self._tell(unread, Verdict.LATE)
         left = [job.job_id for job in self._table.wanted(step)]
         for job_id in left:
             self._table.close(job_id)

@@ -103,6 +103,7 @@ class IssuedJob:
     problem: Problem
     payload: JobPayload
     attempt: int = 1
+    """Which try this is, from 1: leases that expired count, and results that could not be used."""
 
     @property
     def max_result_bytes(self) -> int:
@@ -145,6 +146,12 @@ class JobTable:
         again = replace(again, attempt=job.attempt + failed)
         self._open[again.job_id] = again
         return again
+
+    def note_attempt(self, job_id: str, attempt: int) -> None:
+        """A lease on it has expired: remember it, or under a new id it would begin at 1 again."""
+        job = self._open.get(job_id)
+        if job is not None and attempt > job.attempt:
+            self._open[job_id] = replace(job, attempt=attempt)
 
     def wanted(self, step: int) -> list[IssuedJob]:
         """The jobs of a step that have no usable result yet."""

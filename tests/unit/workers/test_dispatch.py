@@ -113,8 +113,10 @@ def test_work_that_is_always_corrupt_is_given_up() -> None:
     desk = Desk()
     desk.join("bad")
     desk.dispatcher.deal(1)
+    turns = iter(range(20))  # a job that is tried for ever fails here, not after a night
 
     def spoil_all() -> None:
+        next(turns)
         while (lease := desk.lease("bad")) is not None:
             desk.settle(lease, "bad", spoil=lambda body: b"?" * len(body))
 
@@ -137,8 +139,47 @@ def test_a_group_that_expires_too_often_is_parked_and_missing() -> None:
         desk.lease("a", lease_s=5.0)
 
     batch = desk.dispatcher.collect(1, hold_again)
-    assert (len(batch.groups), batch.missing, batch.dropped) == (2, 1, 1)
+    assert (len(batch.groups), batch.missing, batch.dropped) == (2, 1, 0)  # counted once
     assert batch.wait_s < desk.settings.step_deadline_s
+
+
+def test_work_issued_anew_keeps_its_attempts() -> None:
+    """Three leases and no more, each twice as long, whatever ids and versions the work had."""
+    desk = Desk(TrainerConfig(groups=1, group_size=2, max_new_tokens=4))
+    desk.join("a", version=1)
+    desk.dispatcher.deal(2)
+    taken: list[tuple[int, int, float]] = []
+
+    def hold() -> None:
+        version = desk.ledger.newest.version
+        if (lease := desk.lease("a", version, lease_s=5.0)) is not None:
+            taken.append((version, lease.attempt, lease.lease_s))
+        if len(taken) == 2 and desk.ledger.newest.version == 1:
+            desk.publish(2, 1)
+            desk.join("a", version=2)  # from here on nobody can do the work as it was put up
+
+    with pytest.raises(CoordinationError, match="given up after their attempts"):
+        desk.dispatcher.collect(2, hold)
+    assert taken == [(1, 1, 5.0), (1, 2, 10.0), (2, 3, 20.0)]
+
+
+def test_expired_leases_and_corrupt_results_share_the_attempts() -> None:
+    """Work that expired twice and then came back corrupt is given up: that was the third try."""
+    desk = Desk(TrainerConfig(groups=1, group_size=2, max_new_tokens=4))
+    desk.join("a")
+    desk.dispatcher.deal(1)
+    attempts: list[int] = []
+
+    def fail() -> None:
+        if (lease := desk.lease("a", lease_s=5.0)) is None:
+            return
+        attempts.append(lease.attempt)
+        if lease.attempt == MAX_ATTEMPTS:
+            desk.settle(lease, "a", spoil=lambda body: b"?" * len(body))
+
+    with pytest.raises(CoordinationError, match="given up after their attempts"):
+        desk.dispatcher.collect(1, fail)
+    assert attempts == [1, 2, 3]
 
 
 def test_a_lost_actors_work_goes_to_the_others() -> None:

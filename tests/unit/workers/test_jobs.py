@@ -125,6 +125,28 @@ def test_a_result_that_crossed_versions_is_refused(end: dict[str, object]) -> No
     assert case.table.wanted(3) == [case.job]
 
 
+@pytest.mark.parametrize(
+    ("rows", "logprobs"),
+    [
+        ([[7, 7, 7, VOCABULARY], [STOP]], [[-1.0] * 4, [-2.0]]),
+        ([[7, 7, 7, 7], [7]], [[-1.0] * 4, [-2.0]]),
+        ([[7, STOP, 7, 7], [STOP]], [[-1.0] * 4, [-2.0]]),
+        ([[7, 7, 7, 7, STOP], [STOP]], [[-1.0] * 5, [-2.0]]),
+        ([[7, 7, 7, 7], [STOP], [STOP]], [[-1.0] * 4, [-2.0], [-2.0]]),
+    ],
+    ids=["no such token", "unfinished", "past its stop", "too long", "too many"],
+)
+def test_samples_that_the_job_cannot_have_are_corrupt(
+    rows: list[list[int]], logprobs: list[list[float]]
+) -> None:
+    """True provenance and a true digest do not make the loss see what was not asked for."""
+    case = Case()
+    honest = case.result()
+    body = pack(honest.provenance, rows, logprobs).to_bytes()
+    assert case.table.consume(case.claim(body), body) == (Verdict.CORRUPT, None)
+    assert case.table.wanted(3) == [case.job]
+
+
 def test_a_result_of_a_version_above_the_learners_is_refused() -> None:
     """A result cannot be newer than the weights that learn from it."""
     case = Case()
