@@ -12,6 +12,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
@@ -26,6 +27,7 @@ from tests.vllm.crash_steps import STEPS, arm
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 240.0  # a limit for busy machines
+SHARED = re.compile(r"/dev/shm/\S+$", re.MULTILINE)
 PRELOADED = (
     "vllm.entrypoints.llm",
     "vllm.entrypoints.launchers.cli_args",
@@ -108,6 +110,7 @@ class Nursery:
         self._log = log
         self._lives: list[Life] = []
         self._ended: dict[int, int] = {}
+        self._shared: set[Path] = set()
 
     def __enter__(self) -> Self:
         self._line, theirs = socket.socketpair()
@@ -125,11 +128,25 @@ class Nursery:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.note_shared()
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
         self._line.close()
         for life in self._lives:
             life.close()
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+
+    def note_shared(self) -> None:
+        """Remember the shared memory of all that live: vLLM's ranks leave it when they are killed.
+
+        It is removed at the end.
+        """
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                if os.getpgid(int(folder.name)) == self._process.pid:
+                    maps = (folder / "maps").read_text(encoding="utf-8")
+                    self._shared.update(map(Path, SHARED.findall(maps)))
 
     def start(self, checkpoint: Path, **arguments: Any) -> Life:
         """An engine that begins to start; its first answer says that it has."""

@@ -78,6 +78,7 @@ class Chain:
             life = self.nursery.start(self.run.replayed(version), **PLAIN, **self._kind)
             life.answer()
             self._fresh[version] = life.ask("digests"), life.ask("generate")
+            self.nursery.note_shared()
             life.kill()
         return self._fresh[version]
 
@@ -86,6 +87,7 @@ class Chain:
         self.life.ask("initialise")
         self.life.ask("update", self.run.head)
         self.require_head()
+        self.nursery.note_shared()
         require_tidy(self.run, self._ranks)
 
     def require_head(self) -> None:
