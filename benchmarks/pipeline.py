@@ -317,25 +317,10 @@ def applying(report: Report, density: float) -> None:
     )
 
 
-def many_tensors(report: Report, folder: Path) -> None:
-    """CASE R28: what 20,000 tensors add to a version of the same bytes in 20."""
-    seconds = {}
-    for tensors in (20, 20_000):
-        trainer = Trainer(tensors, 4_000_000 // tensors, 0.01)
-        with published(trainer, MemoryStore(), folder) as publisher:
-            seconds[tensors] = min(publish(trainer, publisher).cpu_s for _ in range(RUNS))
-            density = trainer.density
-    report.add(
-        "20,000 tensors: added to a version, summed over threads",
-        seconds[20_000] - seconds[20],
-        "s",
-        target=Target(most=0.5),
-        density=density,
-    )
-
-
 def main() -> int:
     """Measure, print, write build/bench/pipeline.json."""
+    from benchmarks.many_tensors import many_tensors  # which uses what is defined here
+
     warm_up()
     trainer = Trainer(TENSORS, TENSOR_ELEMENTS, DENSITY)
     report = Report(

@@ -4,9 +4,11 @@ Diffs a module on the tensors' own device, as integers, against a copy of the la
 that lies beside them. In flat chunks of at most 2^24 elements: one `nonzero` per chunk (its result
 stays far below torch's INT_MAX limits, CASE N1), indices narrowed to int32 at once; only the
 changed places travel to the host. Runs of which more than a quarter changed go there whole and are
-diffed there, so that both ways give the same blocks, bit for bit.
+diffed there, so that both ways give the same blocks, bit for bit. So do runs of at most 2^14
+elements, many at a time: what each would start on the device takes longer than its bits do.
 
-Memory on the device: the baseline (dense bytes) and at most 12 bytes per element of one chunk.
+Memory on the device: the baseline (dense bytes, of longer tensors) and at most 12 bytes per element
+of one chunk.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import torch
 from deltastore.adapters.torch_state import ModuleSource
 from deltastore.adapters.torch_tensors import device_patterns, host_bits
 from deltastore.chain.diff import diff_run
+from deltastore.chain.diff_many import BATCH_ELEMENTS, SHORT_RUN_ELEMENTS, ShortRuns
 from deltastore.format.block import Block, ValueKind, total_change
 from deltastore.format.box import MAX_BOX_ELEMENTS, Box
+from deltastore.format.fingerprint import ZERO
 from deltastore.format.layout import require_same_layout
 from deltastore.format.mixing import fingerprint_change
 
@@ -53,6 +57,7 @@ class DeviceSource(ModuleSource):
         self._run_layout = layout
         self._copy: list[torch.Tensor | None] = [None] * len(layout)
         self._at: Fingerprint | None = None
+        self._change = ZERO
         self._yielded: list[Block] = []
 
     def changes(self, base: BitState, fingerprint: Fingerprint) -> Iterator[Block]:
@@ -63,17 +68,36 @@ class DeviceSource(ModuleSource):
         layout = self._run_layout
         require_same_layout(layout.digest, base.layout.digest, what="the baseline")
         self._follow(fingerprint)
-        self._at, self._yielded = fingerprint, []
+        self._at, self._change, self._yielded = fingerprint, ZERO, []
+        short = _ShortRuns(layout, base)
         for tensor, start, patterns in self.runs(layout, most=CHUNK_ELEMENTS):
+            elements = patterns.numel()
+            if 0 < elements <= SHORT_RUN_ELEMENTS:
+                ready = short.add(tensor, start, elements, patterns)
+                if ready:
+                    self._note(ready)
+                    yield from ready
+                continue
+            ready = short.take()
+            self._note(ready)
+            yield from ready
             old = self._committed(base, tensor, patterns.device)
-            known = old[start : start + patterns.numel()]
-            for block in diff_chunk(layout, tensor, start, known, patterns):
-                self._yielded.append(block)
+            for block in diff_chunk(layout, tensor, start, old[start : start + elements], patterns):
+                self._note([block])
                 yield block
+        ready = short.take()
+        self._note(ready)
+        yield from ready
+
+    def _note(self, blocks: list[Block]) -> None:
+        """Blocks that are about to be yielded."""
+        self._change = self._change + total_change(blocks)
+        specs = self._run_layout.tensors
+        self._yielded += [b for b in blocks if specs[b.tensor].elements > SHORT_RUN_ELEMENTS]
 
     def _follow(self, fingerprint: Fingerprint) -> None:
         """Bring the copy to the state of that fingerprint, or drop it."""
-        if self._at is not None and self._at + total_change(self._yielded) == fingerprint:
+        if self._at is not None and self._at + self._change == fingerprint:
             for block in self._yielded:
                 self._promote(block)
         elif self._at != fingerprint:
@@ -102,6 +126,56 @@ class DeviceSource(ModuleSource):
             held = device_patterns(base.arrays[tensor].copy(), device)
             self._copy[tensor] = held
         return held
+
+
+class _ShortRuns:
+    """Short runs on a device that wait to be brought to the host in one piece."""
+
+    def __init__(self, layout: Layout, base: BitState) -> None:
+        self._layout = layout
+        self._base = base
+        self._runs = ShortRuns(layout)
+        self._whole: dict[int, Box] = {}
+        self._waiting: list[tuple[int, Box]] = []
+        self._patterns: list[torch.Tensor] = []
+        self._elements = 0
+
+    def add(self, tensor: int, start: int, elements: int, patterns: torch.Tensor) -> list[Block]:
+        """Take a run; returns the blocks of some of those before it when there are many."""
+        ready: list[Block] = []
+        if self._patterns:
+            other = self._patterns[-1]
+            alike = other.dtype == patterns.dtype and other.device == patterns.device
+            if not alike or self._elements + elements > BATCH_ELEMENTS:
+                ready = self._bring()
+        box = None if start else self._whole.get(elements)
+        if box is None:
+            box = Box.run(start, elements)
+            if not start:
+                self._whole[elements] = box
+        self._waiting.append((tensor, box))
+        self._patterns.append(patterns)
+        self._elements += elements
+        return ready
+
+    def take(self) -> list[Block]:
+        """The blocks of all runs that wait and have changed."""
+        return [*self._bring(), *self._runs.take()]
+
+    def _bring(self) -> list[Block]:
+        if not self._waiting:
+            return []
+        arrays, runs = self._base.arrays, self._runs
+        ready: list[Block] = []
+        bits = torch.cat(self._patterns).cpu().numpy().view(arrays[self._waiting[0][0]].dtype)
+        end = 0
+        for tensor, box in self._waiting:
+            start, elements = box.start[0], box.shape[0]
+            begin, end = end, end + elements
+            old = arrays[tensor][start : start + elements]
+            ready += runs.add(tensor, box, old, bits[begin:end])
+        self._waiting, self._patterns, self._elements = [], [], 0
+        return ready
 
 
 def diff_chunk(

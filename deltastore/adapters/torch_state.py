@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from deltastore.adapters.float_casts import is_narrowing, narrow, narrow_exact, widen
+from deltastore.adapters.torch_inventory import Inventory
 from deltastore.adapters.torch_tensors import (
     ModuleLike,
     NamedTensor,
@@ -64,6 +65,7 @@ class ModuleSource:
         self._module = module
         self._layout = layout
         self._serving_dtype = serving_dtype
+        self._inventory = Inventory(module, self._entries)
 
     def entries(self) -> list[TensorEntry]:
         """Checkpoint names, serving dtypes and shapes; raises what `named_tensors` raises."""
@@ -76,24 +78,37 @@ class ModuleSource:
         of the layout, IntegrityError(alias_drift) when it holds the names of one tensor of the
         layout in two storages with different bits.
         """
+        whole: dict[int, Box] = {}
+        widths = {spec.dtype: spec.dtype.bits_dtype for spec in layout.tensors}
         for tensor, start, patterns in self.runs(layout, most=MAX_BOX_ELEMENTS):
-            bits = host_bits(patterns, layout.tensors[tensor].dtype)
-            yield SourceBox(tensor, Box.run(start, bits.size), bits)
+            bits = patterns.cpu().numpy().view(widths[layout.tensors[tensor].dtype])
+            box = Box.run(start, bits.size) if start else whole.get(bits.size)
+            if box is None:
+                box = whole.setdefault(bits.size, Box.run(0, bits.size))
+            yield SourceBox(tensor, box, bits)
 
     def runs(self, layout: Layout, *, most: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Position in the layout, first element and patterns of flat runs, where the tensors are.
 
         Of contiguous tensors `most` elements each; of others whole rows. Raises what `boxes` does.
         """
-        named = named_tensors(self._module)
-        matches = match_entries(layout, self._entries(named))
-        for tensor, (spec, found) in enumerate(zip(layout.tensors, matches, strict=True)):
-            first, *others = (named[position] for position in found)
+        tensors, servings = self._inventory.serving(layout)
+        for tensor, serving in enumerate(servings):
+            places = serving.places
+            if serving.patterns is not None and serving.elements <= most:
+                live = tensors[places[0].position].detach()
+                yield tensor, 0, live.view(serving.patterns).view(-1)
+                continue
+            first, *others = (
+                NamedTensor(p.names, tensors[p.position].detach(), p.dtype, p.position)
+                for p in places
+            )
+            dtype = layout.tensors[tensor].dtype
             twins = [(other, other.patterns().reshape(-1)) for other in others]
-            for start, patterns in _runs(first, spec.dtype, most):
+            for start, patterns in _runs(first, dtype, most):
                 for other, flat in twins:
                     run = flat[start : start + patterns.numel()]
-                    _require_equal(first, other, patterns, _served(run, other, spec.dtype))
+                    _require_equal(first, other, patterns, _served(run, other, dtype))
                 yield tensor, start, patterns
 
     def _entries(self, named: Sequence[NamedTensor]) -> list[TensorEntry]:

@@ -56,11 +56,16 @@ _INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedTensor:
-    """One storage of a module: all its checkpoint names, and the live tensor."""
+    """One storage of a module: all its checkpoint names, and the live tensor.
+
+    Args:
+        position: of the tensor that has the first of the names, among all of the module.
+    """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
     dtype: DType
+    position: int
 
     @property
     def name(self) -> str:
@@ -78,14 +83,25 @@ def named_tensors(module: ModuleLike) -> list[NamedTensor]:
     Raises InvalidInputError: `meta_tensor`, `tensor_storage` (no plain strided tensor, stride 0,
     freed, or overlapping another), `tensor_dtype`, `tensor_names` (two become one name).
     """
-    found = (
-        module.state_dict(keep_vars=True) if isinstance(module, torch.nn.Module) else dict(module)
-    )
+    return name_tensors(found_tensors(module))
+
+
+def found_tensors(module: ModuleLike) -> dict[str, torch.Tensor]:
+    """The tensors under the module's own names, as they are."""
+    if isinstance(module, torch.nn.Module):
+        found: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
+        return found
+    return dict(module)
+
+
+def name_tensors(found: Mapping[str, torch.Tensor]) -> list[NamedTensor]:
+    """`named_tensors` of tensors that were found."""
     _refuse_meta(found)
     tensors = {
         name: _plain(name, tensor)
         for name, tensor in zip(checkpoint_names(found), found.values(), strict=True)
     }
+    positions = {name: position for position, name in enumerate(tensors)}
     shared: dict[object, list[str]] = {}
     views: dict[str, MemoryView] = {}
     for name, tensor in tensors.items():
@@ -96,7 +112,12 @@ def named_tensors(module: ModuleLike) -> list[NamedTensor]:
             views[name] = view
     _refuse_overlap(views)
     return [
-        NamedTensor(tuple(names), tensors[names[0]], _DTYPES[tensors[names[0]].dtype])
+        NamedTensor(
+            tuple(names),
+            tensors[names[0]],
+            _DTYPES[tensors[names[0]].dtype],
+            positions[names[0]],
+        )
         for names in shared.values()
     ]
 
@@ -121,7 +142,12 @@ def checkpoint_names(names: Iterable[str]) -> list[str]:
 def integer_view(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements as integers of their width, in place; complex gain a last dimension."""
     live = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return live.view(_INTEGERS[live.element_size() * 8])
+    return live.view(integer_dtype(live))
+
+
+def integer_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Torch's integers of the width of a real tensor's elements."""
+    return _INTEGERS[tensor.element_size() * 8]
 
 
 def checkpoint_dtype(dtype: torch.dtype) -> DType | None:

@@ -26,12 +26,16 @@ from deltastore.format.segment_table import layout_columns
 from deltastore.pipeline.protocols import DiffingSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from deltastore.format.block import Block
     from deltastore.format.fingerprint import Fingerprint
     from deltastore.format.layout import BitState, Layout
     from deltastore.pipeline.protocols import SourceBox, WeightSource
+
+
+TOGETHER_CHANGES = 1 << 15
+"""Enough that one call more costs nothing, and no segment waits for them."""
 
 
 class Differ:
@@ -60,8 +64,7 @@ class Differ:
         Raises InvalidInputError at the end unless the boxes cover every element exactly once.
         """
         if isinstance(source, DiffingSource):
-            for block in source.changes(base, fingerprint):
-                yield (block,)
+            yield from _together(source.changes(base, fingerprint))
             return
         covered = [0] * len(self._layout)
         runs = ShortRuns(self._layout)
@@ -130,3 +133,17 @@ class Differ:
             for future in ahead:  # nobody may still read the source when this has ended
                 if not future.cancelled():
                     future.exception()
+
+
+def _together(blocks: Iterable[Block]) -> Iterator[Sequence[Block]]:
+    """Blocks in lists: a small one by itself costs whoever takes it a call."""
+    waiting: list[Block] = []
+    changes = 0
+    for block in blocks:
+        waiting.append(block)
+        changes += block.nnz
+        if changes >= TOGETHER_CHANGES:
+            yield waiting
+            waiting, changes = [], 0
+    if waiting:
+        yield waiting

@@ -12,10 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltastore.adapters import torch_diff
 from deltastore.adapters.torch_diff import DeviceSource, diff_chunk
 from deltastore.adapters.torch_tensors import device_patterns
-from deltastore.chain.diff import diff_tensor
+from deltastore.chain.diff import diff_run, diff_tensor
+from deltastore.chain.diff_many import SHORT_RUN_ELEMENTS
 from deltastore.errors import StorageError
+from deltastore.format.box import Box
 from deltastore.format.dtypes import DType
-from deltastore.format.layout import Layout, TensorEntry
+from deltastore.format.fingerprint import ZERO
+from deltastore.format.layout import BitState, Layout, TensorEntry
+from deltastore.format.mixing import fingerprint_change
 from deltastore.pipeline.publisher import Publisher
 from deltastore.storage.memory import MemoryStore
 from deltastore.testing.faults import FaultyStore, Op, fail_at
@@ -73,6 +77,57 @@ def test_one_dense_run_among_sparse_ones(monkeypatch):
     _assert_same(found, diff_tensor(layout, 0, base, new))
 
 
+def test_beyond_two_to_the_31():
+    """CASE N1: places at and beyond element 2^31 of a tensor are found as the host finds them."""
+    start, count = 1 << 31, 8
+    layout = Layout.build([TensorEntry("w", DType.BF16, (start + count,))])
+    base = np.zeros(count, np.uint16)
+    for share in (1, count):
+        new = base.copy()
+        new[count - share :] = 0x8000
+        found = list(
+            diff_chunk(layout, 0, start, device_patterns(base, CPU), device_patterns(new, CPU))
+        )
+        expected = diff_run(layout, 0, start, base, new)
+        _assert_same(found, [expected])
+        assert found[0].box == Box.run(start, count)
+        places = np.arange(count - share, count) + start
+        change = fingerprint_change(places, base[count - share :], new[count - share :])
+        assert found[0].fingerprint_change == change
+
+
+class _Offers:
+    """Of a module whose one tensor has no memory: the last run of it."""
+
+    def __init__(self, start, patterns):
+        self.start, self.patterns = start, patterns
+
+    def __call__(self, layout, *, most):
+        """As `ModuleSource.runs`."""
+        yield 0, self.start, self.patterns
+
+
+@pytest.mark.parametrize("short", [0, SHORT_RUN_ELEMENTS])
+def test_a_source_beyond_two_to_the_31(monkeypatch, short):
+    """CASE N1: the last run of a tensor of 2^31 + 8 elements, on either of the source's ways."""
+    monkeypatch.setattr(torch_diff, "SHORT_RUN_ELEMENTS", short)
+    count = (1 << 31) + 8
+    layout = Layout.build([TensorEntry("w", DType.U8, (count,))])
+    base = BitState(layout, [np.zeros(count, np.uint8)])  # of zero pages: no memory is touched
+    if not short:
+        monkeypatch.setattr(DeviceSource, "_committed", lambda *_: torch.from_numpy(base["w"]))
+    source = DeviceSource({}, layout=layout)
+    live = torch.zeros(8, dtype=torch.uint8)
+    live[7] = 3
+    monkeypatch.setattr(source, "runs", _Offers(1 << 31, live))
+    (block,) = source.changes(base, ZERO)
+    assert block.box == Box.run(1 << 31, 8)
+    assert (block.indices.tolist(), block.values.tolist()) == ([7], [3])
+    places = np.array([count - 1])
+    change = fingerprint_change(places, np.zeros(1, np.uint8), np.full(1, 3, np.uint8))
+    assert block.fingerprint_change == change
+
+
 class _Live(TorchDispatchMode):
     """Counts the bytes of tensors that live at once."""
 
@@ -109,9 +164,13 @@ def test_memory_of_a_chunk(share):
     assert 0 < mode.peak <= 12 * (1 << 18)
 
 
-@pytest.fixture
-def world(tmp_path):
-    """A run whose home can fail, and a state dict of torch tensors over the trainer's bits."""
+@pytest.fixture(params=[0, SHORT_RUN_ELEMENTS], ids=["on the device", "together"])
+def world(request, monkeypatch, tmp_path):
+    """A run whose home can fail, and a state dict of torch tensors over the trainer's bits.
+
+    All of them are small: once they are compared like long ones, once like what they are.
+    """
+    monkeypatch.setattr(torch_diff, "SHORT_RUN_ELEMENTS", request.param)
     return World(tmp_path, home_store=FaultyStore(MemoryStore()))
 
 
@@ -121,6 +180,28 @@ def _module(world):
         patterns = device_patterns(bits, CPU)
         tensors[spec.name] = patterns.view(TORCH[spec.dtype]).view(spec.shape)
     return tensors
+
+
+def test_short_and_long_tensors_come_in_order():
+    """Tensors of every length and type, on the device one by one or together: the host's blocks."""
+    sizes = [3, SHORT_RUN_ELEMENTS, SHORT_RUN_ELEMENTS + 1, 70, 1, 90_000, 5]
+    dtypes = [DType.BF16, DType.F32, DType.BF16, DType.BF16, DType.I64, DType.BF16, DType.F16]
+    rows = zip(sizes * 3, dtypes * 3, strict=True)
+    layout = Layout.build(TensorEntry(f"t{i}", d, (n,)) for i, (n, d) in enumerate(rows))
+    base = BitState.zeros(layout)
+    new = base.copy()
+    for i, bits in enumerate(new.arrays):
+        bits[:: 1 + i * 37] += bits.dtype.type(i % 5)
+    module = {
+        spec.name: device_patterns(bits, CPU).view(TORCH[spec.dtype])
+        for spec, bits in zip(layout.tensors, new.arrays, strict=True)
+    }
+    expected = [
+        block
+        for tensor, bits in enumerate(new.arrays)
+        for block in diff_tensor(layout, tensor, base.arrays[tensor], bits)
+    ]
+    _assert_same(DeviceSource(module, layout=layout).changes(base, ZERO), expected)
 
 
 def test_publishes_the_same_versions(world):
