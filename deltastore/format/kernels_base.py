@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import types
+from numba.core import config, types
 from numba.cpython.unsafe.numbers import trailing_zeros as _trailing_zeros
 from numba.extending import intrinsic as numba_intrinsic
 from numpy.typing import NDArray
@@ -62,8 +62,22 @@ def frozen(array: Array) -> Array:
     return array
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+def _address(
+    context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int
+) -> Any:
+    """Where the `count` elements from an index on are.
+
+    Numba's own bounds checks do not reach what is loaded and stored here: where they are on
+    (NUMBA_BOUNDSCHECK), so are these.
+    """
     struct = context.make_array(array_type)(context, builder, array)
+    if config.BOUNDSCHECK:  # type: ignore[attr-defined]
+        last = builder.sub(struct.nitems, ir.Constant(index.type, count))
+        early = builder.icmp_signed("<", index, ir.Constant(index.type, 0))
+        late = builder.icmp_signed(">", index, last)
+        with builder.if_then(builder.or_(early, late), likely=False):
+            message = f"{count} elements at once leave an array"
+            context.call_conv.return_user_exc(builder, IndexError, (message,))
     return builder.gep(struct.data, [index])
 
 
@@ -72,7 +86,7 @@ def load_u64(_typing: Any, array: Any, offset: Any) -> Any:
     """Eight bytes of a uint8 array from any byte offset, as one little-endian word."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _address(context, builder, signature.args[0], args[0], args[1])
+        place = _address(context, builder, signature.args[0], args[0], args[1], 8)
         return builder.load(builder.bitcast(place, _U64.as_pointer()), align=1)
 
     return types.uint64(array, types.int64), codegen
@@ -83,7 +97,7 @@ def store_u64(_typing: Any, array: Any, offset: Any, word: Any) -> Any:
     """Write one little-endian word to any byte offset of a uint8 array."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _address(context, builder, signature.args[0], args[0], args[1])
+        place = _address(context, builder, signature.args[0], args[0], args[1], 8)
         builder.store(args[2], builder.bitcast(place, _U64.as_pointer()), align=1)
         return context.get_dummy_value()
 
@@ -102,7 +116,7 @@ def changed_mask(_typing: Any, old: Any, new: Any, offset: Any) -> Any:
         vector = ir.VectorType(ir.IntType(width), 64)
         sides = []
         for array_type, array in zip(signature.args[:2], args[:2], strict=True):
-            place = _address(context, builder, array_type, array, args[2])
+            place = _address(context, builder, array_type, array, args[2], 64)
             place = builder.bitcast(place, vector.as_pointer())
             sides.append(builder.load(place, align=width // 8))
         differs = builder.icmp_unsigned("!=", *sides)
@@ -115,7 +129,7 @@ def _lanes(context: Any, builder: Any, array_type: Any, array: Any, offset: Any)
     """64 elements from an offset on, as one vector, and where they are."""
     width = array_type.dtype.bitwidth
     vector = ir.VectorType(ir.IntType(width), 64)
-    place = _address(context, builder, array_type, array, offset)
+    place = _address(context, builder, array_type, array, offset, 64)
     place = builder.bitcast(place, vector.as_pointer())
     return vector, place, width // 8
 

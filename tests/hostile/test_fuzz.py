@@ -56,4 +56,66 @@ def test_damaged_segments_are_taken_alike(number: int):
     assert fuzz_segments.try_one(seed, fuzz_segments.mutate(chance, seed.data)) is None
 
 
+STRAY = """
+import numpy as np
+from deltastore.format import kernels_base as base
+
+def tried(call, *args):
+    try:
+        call(*args)
+    except IndexError:
+        return "refused"
+    return "done"
+
+@base.kernel
+def load(array, at):
+    return base.load_u64(array, at)
+
+@base.kernel
+def store(array, at):
+    base.store_u64(array, at, np.uint64(7))
+
+@base.kernel
+def ones(array, at):
+    base.put_ones(array, at, np.uint64(5))
+
+@base.kernel
+def changed(array, at):
+    return base.changed_mask(array, array, at)
+
+@base.kernel
+def signs(array, at):
+    return base.falling_mask(array, at) | base.zero_mask(array, at) | base.beyond_mask(array, at)
+
+for kernel, dtype, count in (
+    (load, "u1", 8), (store, "u1", 8), (ones, "u2", 64), (changed, "u4", 64), (signs, "u8", 64),
+):
+    whole = np.zeros(400, dtype)
+    array = whole[100:200]
+    for at in (0, 100 - count, 101 - count, -1, 1 << 40):
+        print(kernel.__name__, tried(kernel, array, at))
+    whole[100:200] = 0
+    assert not whole.any(), kernel.__name__
+"""
+
+
+def test_nothing_of_the_fuzzed_kernels_goes_unchecked(tmp_path: Path):
+    """What a kernel loads or stores 8 or 64 elements at a time is bounds-checked as single ones
+    are: at the edges it works, one element beyond them it is an error and touches nothing."""
+    environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    script = tmp_path / "stray.py"
+    script.write_text(STRAY)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        check=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    taken = ["done", "done", "refused", "refused", "refused"]
+    kernels = ("load", "store", "ones", "changed", "signs")
+    assert done.stdout.splitlines() == [f"{name} {how}" for name in kernels for how in taken]
+
+
 SEEDS = fuzz_segments.load_seeds()
