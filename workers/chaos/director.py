@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.chaos.world import World
 
 LOOK_S = 0.2
-RECOVERS_WITHIN_S = 120.0
+RECOVERS_WITHIN_S = 180.0  # who fell behind is dealt nothing for 40 steps, then tried again
 MEMORY_EVERY_S = 1.0
 START_WITHIN_S = 240.0
 

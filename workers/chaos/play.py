@@ -78,10 +78,15 @@ def play(
     actors: int,
     clock: Clock,
     say: Callable[[str], None],
+    quiet_s: float = 0.0,
 ) -> Outcome:
-    """Run the chaos of a seed; DemoError or ChaosFound when it was not survived."""
+    """Run the chaos of a seed; DemoError or ChaosFound when it was not survived.
+
+    Args:
+        quiet_s: of `duration_s`, how long at its end no fault comes.
+    """
     names = {f"actor{i}": (HOME, OTHER)[i % 2] for i in range(actors)}
-    schedule = plan(seed, duration_s, every_s, sorted(names), (HOME, OTHER))
+    schedule = plan(seed, duration_s - quiet_s, every_s, sorted(names), (HOME, OTHER))
     with ExitStack() as stack:
         world, regions = _build(stack, folder, names, clock)
         world.start_trainer()

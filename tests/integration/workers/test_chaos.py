@@ -28,15 +28,16 @@ def test_a_run_survives_every_fault(tmp_path: Path) -> None:
 
     `play` proves that every fault happened and was noticed, provenance, the weights of the same
     learning undisturbed, flat memory, both regions' buckets and the janitor's work, and raises what
-    does not hold.
+    does not hold. Who fell behind is tried again only 40 steps later: the end is quiet, and the
+    seed is one that stops, slows and kills early, so that the test seldom waits for that.
     """
     faults: list[str] = []
     outcome = play(
-        tmp_path, seed=5, duration_s=120.0, every_s=5.0, actors=4, clock=SystemClock(),
-        say=faults.append,
+        tmp_path, seed=54506, duration_s=120.0, every_s=4.0, quiet_s=32.0, actors=4,
+        clock=SystemClock(), say=faults.append,
     )  # fmt: skip
     assert {row.fault for row in outcome.rows} == set(Fault)
-    assert all(row.survived == row.injected >= 2 for row in outcome.rows)
+    assert all(row.survived == row.injected == 2 for row in outcome.rows)
     assert "trainer.1" in outcome.memory_growth
     assert outcome.restarts >= 1
     assert outcome.steps >= 10
