@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections import Counter
 from dataclasses import dataclass
 
 import zstandard
@@ -64,10 +65,12 @@ def read_layout(text: bytes) -> tuple[str, list[Tensor]]:
     tensors: list[Tensor] = []
     first = 0
     for _name, dtype, shape, _aliases in json.loads(text)["tensors"]:
+        must(len(shape) <= 16, "dimensions")
         full = [*shape, 2] if dtype == "C64" else list(shape)
         count = product(full)
         tensors.append(Tensor(WIDTHS[dtype], full, first, count))
         first += count
+        must(first <= 1 << 48, "elements of a layout")
     return hashlib.sha256(text).hexdigest(), tensors
 
 
@@ -162,6 +165,8 @@ def read_segment(layout_text: bytes, data: bytes) -> tuple[int, int, list[Block]
     must(len(data) == 96 + stored + 16 * blocks + body, "size")
     table = Cursor(expand(data[96 : 96 + stored], raw))
     rows = read_rows(table, blocks, tensors)
+    decoded = sum(decoded_bytes(row, tensors) for row in rows)
+    must(decoded <= 1 << 30, "decoded indices and values")
     counts = [(table.number(), table.number()) for _ in range(frames)]
     must(all(n >= 1 and s >= 1 for n, s in counts), "empty frame")
     must(sum(n for n, _ in counts) == blocks, "frames do not hold the blocks")
@@ -170,6 +175,10 @@ def read_segment(layout_text: bytes, data: bytes) -> tuple[int, int, list[Block]
     raw_sizes = [table.number() for _ in range(total)]
     stored_sizes = [table.number() for _ in range(total)]
     table.finish()
+    at = 0
+    for _blocks, n_streams in counts:
+        must(sum(raw_sizes[at : at + n_streams]) <= 64 << 20, "streams of a frame")
+        at += n_streams
     must(sum(stored_sizes) == body and sum(len_of(row) for row in rows) == nnz, "sums")
     changes = struct.unpack(f"<{2 * blocks}Q", data[96 + stored : 96 + stored + 16 * blocks])
     for i, row in enumerate(rows):
@@ -194,6 +203,12 @@ def read_segment(layout_text: bytes, data: bytes) -> tuple[int, int, list[Block]
 def len_of(row: dict) -> int:
     """Stored values of a block."""
     return row["nnz"] if row["kind"] != 2 else product(row["sizes"])
+
+
+def decoded_bytes(row: dict, tensors: list[Tensor]) -> int:
+    """What the indices and values of a block take."""
+    width = tensors[row["tensor"]].bits // 8
+    return len_of(row) * (width if row["kind"] == 2 else width + 4)
 
 
 def read_rows(table: Cursor, blocks: int, tensors: list[Tensor]) -> list[dict]:
@@ -239,7 +254,9 @@ def read_rows(table: Cursor, blocks: int, tensors: list[Tensor]) -> list[dict]:
 
 
 def check_disjoint(rows: list[dict]) -> None:
-    """Boxes of a tensor ascend and share no element; they are not mixed with runs."""
+    """Boxes of a tensor ascend and share no element; they are not mixed with runs, nor too many."""
+    boxes = Counter(row["tensor"] for row in rows if row["boxed"])
+    must(max(boxes.values(), default=0) <= 8192, "boxes of a tensor")
     for i, a in enumerate(rows):
         for b in rows[i + 1 :]:
             if a["tensor"] != b["tensor"]:

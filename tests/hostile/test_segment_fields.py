@@ -300,6 +300,8 @@ def test_a_bomb_within_the_format_is_held_by_the_readers_limit():
             with pytest.raises(FormatError) as caught:
                 decode_segment(LAYOUT, data, limits=limits)
             assert caught.value.kind is Kind.LIMIT
+        with pytest.raises(second_reader.RefusedError, match="decoded indices and values"):
+            second_reader.read_segment(LAYOUT.canonical_bytes(), data)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
@@ -323,6 +325,8 @@ def test_a_frame_beyond_its_limit_is_refused():
     with pytest.raises(FormatError) as caught:
         decode_segment(LAYOUT, parts.encode())
     assert caught.value.kind is Kind.LIMIT
+    with pytest.raises(second_reader.RefusedError, match="streams of a frame"):
+        second_reader.read_segment(LAYOUT.canonical_bytes(), parts.encode())
 
 
 def test_another_layout_or_version_is_an_integrity_error():
