@@ -1,10 +1,9 @@
 """A split that loses a group to rounding trains on less than it paid for: shares sum exactly.
 
 Groups are whole. Every eligible actor gets at least one where the batch allows, so that a slow or
-new one keeps being measured; but none that would make the step more than `MAX_OVERRUN` times as
-long: nobody waits for the slowest, and what was measured of it fades until it is tried again. No
-weight counts for more than `MAX_OVER_MEDIAN` medians, so that one absurd average cannot take the
-batch.
+new one keeps being measured; but nobody waits for an actor's only group if a faster one would be
+done with it sooner: what was measured of the slow one fades until it is tried again. No weight
+counts for more than `MAX_OVER_MEDIAN` medians, so that one absurd average cannot take the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 DEALT_FRACTION = 0.7  # the rest is pulled as slots free: it absorbs what the averages get wrong
 MAX_OVER_MEDIAN = 16.0  # the widest real mix of GPUs in one pool is about 10
 MIN_OVER_MEDIAN = 1e-3
-MAX_OVERRUN = 1.1
 _SMALLEST, _LARGEST = 1e-9, 1e12  # of rates, overheads and amounts of work that can be meant
 _BISECTIONS = 200
 
@@ -87,11 +85,40 @@ def split_batch(
     for i in range(total_groups - sum(shares)):
         shares[order[i % len(order)]] += 1
     times_s = [_times_s(actor, tokens_per_group) for actor in actors]
-    ends_s = [a + b * share for (a, b), share in zip(times_s, shares, strict=True) if share]
-    step_s = max(ends_s, default=0.0)
-    worth = [a + b <= MAX_OVERRUN * step_s for a, b in times_s]
+    _no_stragglers(shares, times_s, fastest_first, MAX_OVER_MEDIAN * median(quotas))
+    step_s = max(_ends_s(shares, times_s).values(), default=0.0)
+    worth = [a + b <= step_s for a, b in times_s]
     _at_least_one(shares, [i for i in fastest_first if worth[i] or shares[i]])
     return {actor.actor_id: share for actor, share in zip(actors, shares, strict=True)}
+
+
+def _no_stragglers(
+    shares: list[int],
+    times_s: Sequence[tuple[float, float]],
+    fastest_first: Sequence[int],
+    most: float,
+) -> None:
+    """Take the only group from those who would end last, where somebody else ends it sooner.
+
+    Rounding up gives a slow actor a group that ends after everybody else, with all its jitter.
+    Nobody comes to more than `most`: an absurdly fast one would relieve all others.
+    """
+    for i in reversed(fastest_first):
+        alone_s = sum(times_s[i])
+        ends_s = _ends_s(shares, times_s)
+        others_s = max((end_s for j, end_s in ends_s.items() if j != i), default=math.inf)
+        if shares[i] != 1 or alone_s <= others_s:
+            continue
+        sooner_s, j = min((end_s + times_s[j][1], j) for j, end_s in ends_s.items() if j != i)
+        if sooner_s < alone_s and shares[j] + 1 <= most:
+            shares[i] = 0
+            shares[j] += 1
+
+
+def _ends_s(shares: Sequence[int], times_s: Sequence[tuple[float, float]]) -> dict[int, float]:
+    """When everybody ends who has something to do and whose speed is known."""
+    rows = enumerate(zip(shares, times_s, strict=True))
+    return {i: a + b * share for i, (share, (a, b)) in rows if share and b}
 
 
 def _at_least_one(shares: list[int], fastest_first: Sequence[int]) -> None:

@@ -25,9 +25,13 @@ def test_everybody_gets_one() -> None:
 
 
 def test_nobody_waits_for_one_group() -> None:
-    """An actor whose single group would make the step a tenth longer gets none."""
+    """An actor whose single group would make the step longer gets none, nor by rounding up; one
+    that nobody could relieve sooner keeps it."""
     fast = [ActorShare("f1", 10.0), ActorShare("f2", 10.0)]
-    assert split_batch(20, [*fast, ActorShare("slow", 0.85)])["slow"] == 1
+    assert split_batch(20, [*fast, ActorShare("slow", 1.0)])["slow"] == 1
+    assert split_batch(20, [*fast, ActorShare("slow", 0.95)]) == {"f1": 10, "f2": 10, "slow": 0}
+    near = [ActorShare("a", 1.0), ActorShare("b", 1.0), ActorShare("slow", 0.6)]
+    assert split_batch(3, near) == {"a": 1, "b": 1, "slow": 1}
     assert split_batch(20, [*fast, ActorShare("slow", 0.5)]) == {"f1": 10, "f2": 10, "slow": 0}
     costly = ActorShare("costly", 10.0, overhead_s=2.0)
     assert split_batch(20, [*fast, costly]) == {"f1": 10, "f2": 10, "costly": 0}
@@ -50,6 +54,8 @@ def test_one_absurd_average_does_not_take_the_batch() -> None:
     actors = [ActorShare(f"a{i}", 1.0) for i in range(4)]
     split = split_batch(200, [*actors, ActorShare("absurd", 1e308)])
     assert split["absurd"] == 160
+    uneven = [ActorShare(f"a{i}", 1.0 - i / 100) for i in range(4)]
+    assert split_batch(20, [*uneven, ActorShare("absurd", 1e9)])["absurd"] == 16
     odd = [ActorShare("nan", float("nan")), ActorShare("inf", float("inf"))]
     assert set(split_batch(60, [*actors, *odd]).values()) == {10}
 
