@@ -35,12 +35,12 @@ class Hanging(StoreWrapper):
     def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
         self.freed = threading.Event()
-        self.asked = 0
+        self.keys: list[str] = []
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """Wait, then read."""
-        self.asked += 1
-        assert self.freed.wait(60.0)
+        self.keys.append(key)
+        assert self.freed.wait(300.0)
         return super().get(key, byte_range)
 
 
@@ -93,7 +93,7 @@ def test_a_region_that_hangs_costs_a_step_its_deadline_and_no_more() -> None:
             desk.serve("a")
 
         batch = desk.dispatcher.collect(1, tick)
-        assert hanging.asked == 1
+        assert len(hanging.keys) == 1
         assert (len(batch.groups), batch.missing, batch.dropped) == (2, 1, 0)
         assert 2.0 <= batch.wait_s < 4.0
         assert max(b - a for a, b in pairwise(ticks)) <= 1.0
@@ -116,7 +116,7 @@ def test_a_region_with_all_its_threads_hanging_keeps_no_other_waiting() -> None:
         desk.serve("a")
         batch = desk.dispatcher.collect(1, lambda: None)
         assert (len(batch.groups), batch.missing) == (1, groups - 1)
-        assert hanging.asked == FETCH_THREADS
+        assert len(hanging.keys) == FETCH_THREADS
 
 
 def test_work_whose_object_hangs_is_done_again_elsewhere() -> None:
@@ -183,9 +183,9 @@ desk.serve("a")
 try:
     desk.dispatcher.collect(1, lambda: None)
 finally:
-    assert hanging.asked == 1
+    assert len(hanging.keys) == 1
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=55, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert "0 of 1 groups, fewer than min_groups" in done.stderr
