@@ -129,10 +129,9 @@ class DeviceSource(ModuleSource):
 
 
 class _ShortRuns:
-    """Short runs on a device that wait to be brought to the host in one piece."""
+    """Short runs on a device that wait to be brought to the host in few pieces."""
 
     def __init__(self, layout: Layout, base: BitState) -> None:
-        self._layout = layout
         self._base = base
         self._runs = ShortRuns(layout)
         self._whole: dict[int, Box] = {}
@@ -142,12 +141,8 @@ class _ShortRuns:
 
     def add(self, tensor: int, start: int, elements: int, patterns: torch.Tensor) -> list[Block]:
         """Take a run; returns the blocks of some of those before it when there are many."""
-        ready: list[Block] = []
-        if self._patterns:
-            other = self._patterns[-1]
-            alike = other.dtype == patterns.dtype and other.device == patterns.device
-            if not alike or self._elements + elements > BATCH_ELEMENTS:
-                ready = self._bring()
+        full = self._elements + elements > BATCH_ELEMENTS
+        ready = self._bring() if full else []
         box = None if start else self._whole.get(elements)
         if box is None:
             box = Box.run(start, elements)
@@ -163,17 +158,20 @@ class _ShortRuns:
         return [*self._bring(), *self._runs.take()]
 
     def _bring(self) -> list[Block]:
-        if not self._waiting:
-            return []
         arrays, runs = self._base.arrays, self._runs
         ready: list[Block] = []
-        bits = torch.cat(self._patterns).cpu().numpy().view(arrays[self._waiting[0][0]].dtype)
-        end = 0
-        for tensor, box in self._waiting:
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for patterns in self._patterns:
+            alike.setdefault((patterns.dtype, patterns.device), []).append(patterns)
+        parts = {key: torch.cat(some).cpu().numpy() for key, some in alike.items()}
+        ends = dict.fromkeys(parts, 0)
+        for (tensor, box), patterns in zip(self._waiting, self._patterns, strict=True):
+            key = patterns.dtype, patterns.device
             start, elements = box.start[0], box.shape[0]
-            begin, end = end, end + elements
             old = arrays[tensor][start : start + elements]
-            ready += runs.add(tensor, box, old, bits[begin:end])
+            begin = ends[key]
+            ends[key] = end = begin + elements
+            ready += runs.add(tensor, box, old, parts[key][begin:end].view(old.dtype))
         self._waiting, self._patterns, self._elements = [], [], 0
         return ready
 

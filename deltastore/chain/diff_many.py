@@ -5,7 +5,9 @@ What comes out is what `diff_run` gives of each run by itself, in the order they
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,9 +33,10 @@ BATCH_ELEMENTS = 1 << 17
 class ShortRuns:
     """Runs that wait to be compared together. Used by one thread.
 
-    The new bits are copied when a run is added, the base's are read when it is compared.
+    The new bits are copied when a run is added, the base's are read when it is compared. Runs of
+    one type wait together, whatever comes between them: scales may lie between all weights.
 
-    Memory: `BATCH_ELEMENTS` twice, and their changes if all of them changed.
+    Memory: of each type `BATCH_ELEMENTS` twice, and their changes if all of them changed.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -42,11 +45,8 @@ class ShortRuns:
         self._firsts = (np.cumsum(columns.elements) - columns.elements).tolist()
         self._sizes = columns.elements.tolist()
         self._widths = (columns.element_bits // 8).tolist()
-        self._new: Bits = np.empty(0, np.uint8)
-        self._old: list[Bits] = []
-        self._runs: list[tuple[int, Box]] = []
-        self._ends: list[int] = []
-        self._used = 0
+        self._lanes: dict[np.dtype[Any], _Lane] = {}
+        self._number = 0
 
     def add(self, tensor: int, box: Box, base: Bits, new: Bits) -> list[Block]:
         """Take a flat box of at most SHORT_RUN_ELEMENTS; returns the blocks of those before it
@@ -65,26 +65,54 @@ class ShortRuns:
             ready = self.take()
             block = diff_run(self._layout, tensor, start, base, new)
             return ready if block is None else [*ready, block]
-        end = self._used + size
-        if dtype != self._new.dtype or end > self._new.size:
-            ready, end = self.take(), size
-            if dtype != self._new.dtype or not self._new.size:
-                self._new = np.empty(BATCH_ELEMENTS, dtype)
-        self._new[self._used : end] = new if new.ndim == 1 else new.reshape(-1)
-        self._old.append(base if base.ndim == 1 else base.reshape(-1))
-        self._runs.append((tensor, box))
-        self._ends.append(end)
-        self._used = end
+        lane = self._lanes.get(dtype)
+        if lane is None:
+            lane = self._lanes[dtype] = _Lane(dtype)
+        begin = lane.used
+        end = begin + size
+        if end > BATCH_ELEMENTS:
+            ready, begin, end = self.take(), 0, size
+        lane.new[begin:end] = new if new.ndim == 1 else new.reshape(-1)
+        lane.old.append(base if base.ndim == 1 else base.reshape(-1))
+        lane.runs.append((self._number, tensor, box))
+        lane.ends.append(end)
+        lane.used = end
+        self._number += 1
         return ready
 
     def take(self) -> list[Block]:
         """Compare what waits; the blocks of all runs that changed."""
-        if not self._runs:
+        if not self._number:
             return []
-        runs, ends, used = self._runs, self._ends, self._used
-        old, new = np.concatenate(self._old), self._new[:used]
-        self._old, self._runs, self._ends, self._used = [], [], [], 0
-        firsts = np.array([self._firsts[tensor] + box.start[0] for tensor, box in runs], np.int64)
+        self._number = 0
+        found = [lane.take(self._firsts) for lane in self._lanes.values() if lane.runs]
+        if len(found) == 1:
+            return [block for _number, block in found[0]]
+        return [block for _number, block in sorted(chain(*found), key=itemgetter(0))]
+
+
+class _Lane:
+    """Runs of one type, end to end."""
+
+    __slots__ = ("ends", "new", "old", "runs", "used")
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.new: Bits = np.empty(BATCH_ELEMENTS, dtype)
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing waits."""
+        self.old: list[Bits] = []
+        self.runs: list[tuple[int, int, Box]] = []
+        self.ends: list[int] = []
+        self.used = 0
+
+    def take(self, firsts_of: list[int]) -> list[tuple[int, Block]]:
+        """Compare what waits: which run, and its block, of all that changed."""
+        runs, ends, used = self.runs, self.ends, self.used
+        old, new = np.concatenate(self.old), self.new[:used]
+        self.clear()
+        firsts = np.array([firsts_of[tensor] + box.start[0] for _, tensor, box in runs], np.int64)
         indices = np.empty(used + 1, np.uint32)
         steps: Bits = np.empty(used + 1, new.dtype)
         counts = np.empty(len(runs), np.int64)
@@ -98,11 +126,11 @@ class ShortRuns:
         )  # fmt: skip
         # Read-only once here, or every kernel would be handed a view of its own of every block.
         indices, steps = frozen(indices[:total].copy()), frozen(steps[:total].copy())
-        blocks: list[Block] = []
+        blocks: list[tuple[int, Block]] = []
         steps_kind = ValueKind.STEPS
         begin = at = 0
         rows = zip(runs, ends, counts.tolist(), changes.tolist(), strict=True)
-        for (tensor, box), end, count, lanes in rows:
+        for (number, tensor, box), end, count, lanes in rows:
             if count:
                 change = Fingerprint(*lanes)
                 there, moved = indices[at : at + count], steps[at : at + count]
@@ -114,6 +142,6 @@ class ShortRuns:
                 else:
                     bits = new[begin:end].copy()
                     block = Block(tensor, box, ValueKind.DENSE, None, bits, change)
-                blocks.append(block)
+                blocks.append((number, block))
             begin = end
         return blocks
