@@ -61,9 +61,11 @@ def _publishing(make: Callable[[Pair], object], tensors: int, types: tuple[DType
     differ = Differ(pair.layout, threads=1)
     seen = list(differ.blocks(source, pair.base, pair.before.fingerprint))
     with counted() as calls:
-        blocks = list(differ.blocks(source, pair.base, pair.before.fingerprint))
+        batches = list(differ.batches(source, pair.base, pair.before.fingerprint))
     differ.close()
+    blocks = [block for batch in batches for block in batch]
     assert len(seen) == len(blocks) == tensors
+    assert len([batch for batch in batches if batch]) == 1  # whoever takes them is called once
     assert pair.before.fingerprint + total_change(blocks) == pair.after.fingerprint
     return calls.count
 
