@@ -191,10 +191,17 @@ def _read_boxes(
         raise FormatError("a run leaves its tensor", kind=Kind.BOX)
     runs_left = zip(starts.tolist(), sizes.tolist(), strict=True)
     boxes: list[Box] = []
+    # Small tensors are alike: objects made anew for each would have the collector go through all.
+    whole: dict[int, Box] = {}
     for position, (tensor, is_flat) in enumerate(zip(tensors.tolist(), flat.tolist(), strict=True)):
         if is_flat:
             start, size = next(runs_left)
-            boxes.append(Box((start,), (size,)))
+            box = None if start else whole.get(size)
+            if box is None:
+                box = Box.run(start, size)
+                if not start:
+                    whole[size] = box
+            boxes.append(box)
             continue
         shape = layout.tensors[tensor].element_shape
         numbers = reader.numbers(2 * len(shape)).tolist()
