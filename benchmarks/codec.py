@@ -144,7 +144,7 @@ def measure_small_tensors(report: Report, trace: GaussianTrace) -> None:
     stage -= least_s(lambda: decode_segment(flat, whole), 3)
     blocks = decode_segment(base.layout, data).blocks
     apply = least_s(lambda: apply_blocks(work[0], blocks), 1)
-    for name, seconds in (("diff + encode", publish), ("decode", stage), ("apply", apply)):
+    for name, seconds in (("diff + encode", publish), ("decode + apply", stage + apply)):
         report.add(
             f"20,000 tensors, {name}: added per version", seconds, "s",
             target=Target(most=0.5), density=density,
