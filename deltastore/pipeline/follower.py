@@ -13,7 +13,6 @@ Memory: `stage_max_bytes` of decoded changes plus one version; when full, stagin
 
 from __future__ import annotations
 
-import random
 import threading
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from deltastore.errors import (
     NotFoundError,
 )
 from deltastore.events import VersionStaged, discard
+from deltastore.pipeline.pace import Pace
 from deltastore.pipeline.staged import StagedUpdate, join_updates
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.history import require_signed
@@ -80,7 +80,6 @@ class Follower:
         self._settings = settings or FollowerSettings()
         self._sink = sink
         self._hint_source = hint_source
-        self._jitter = random.Random(seed)  # spreads polls, protects nothing
         self._lock = threading.Lock()
         self._trusted = trusted
         self._until = until
@@ -90,8 +89,9 @@ class Follower:
         self._staged: StagedUpdate | None = None
         self._error: DeltastoreError | None = None
         self._head_seen = active.version
-        self._last_new_s: float | None = None
-        self._interval_s = self._settings.poll_min_s * 8
+        hinted, now_s = hint_source is not None, clock.monotonic_s()
+        self._pace = Pace(self._settings, hinted=hinted, now_s=now_s, seed=seed)
+        self._backoff = self._pace.backoff()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -146,7 +146,7 @@ class Follower:
             return False
         if not self._keep(tip, update):
             return False  # `reset` came in between
-        self._note_interval()
+        self._pace.arrived(self._clock.monotonic_s())
         return True
 
     def _keep(self, tip: ActiveVersion, update: StagedUpdate) -> bool:
@@ -309,31 +309,25 @@ class Follower:
     def _watch(self) -> None:
         while not self._stop.is_set():
             try:
-                if self.poll():
-                    continue
+                new = self.poll()
             except DeltastoreError as err:
                 self._error = err  # shown to the actor; tried again after the wait
-            self._wait()
+                wait_s = self._pace.failed_s(self._backoff, self._clock.monotonic_s())
+                self._clock.wait(self._stop, wait_s)  # no hint ends it: they come in a down store
+                continue
+            self._backoff.succeeded()
+            if not new:
+                self._wait()
 
     def _wait(self) -> None:
-        """Until a hint arrives or the next poll is due, with jitter so that a fleet spreads."""
-        base_s = (
-            self._settings.poll_hinted_s
-            if self._hint_source is not None
-            else max(self._settings.poll_min_s, self._interval_s / 8)
-        )
-        wait_s = base_s * self._jitter.uniform(0.75, 1.25)
+        """Until a hint arrives or the next poll is due."""
+        now_s = self._clock.monotonic_s()
+        wait_s = self._pace.idle_s(now_s)
         if self._hint_source is None:
             self._clock.wait(self._stop, wait_s)
             return
-        deadline_s = self._clock.monotonic_s() + wait_s
+        deadline_s = now_s + wait_s
         while not self._stop.is_set() and self._clock.monotonic_s() < deadline_s:
             hinted = self._hint_source(self._tip.version, min(0.5, wait_s))
             if hinted is not None and hinted > self._tip.version:
                 return
-
-    def _note_interval(self) -> None:
-        now_s = self._clock.monotonic_s()
-        if self._last_new_s is not None:
-            self._interval_s = 0.5 * self._interval_s + 0.5 * (now_s - self._last_new_s)
-        self._last_new_s = now_s

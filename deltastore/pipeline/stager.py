@@ -16,7 +16,6 @@ bytes until it lets go of it.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from deltastore.events import discard
 from deltastore.format.staged_file import StagedContent, staged_bytes
 from deltastore.pipeline.body_cache import BodyCache
 from deltastore.pipeline.follower import Follower
+from deltastore.pipeline.pace import Pace
 from deltastore.pipeline.spool import (
     HeldLock,
     Offer,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from deltastore.clock import Clock
     from deltastore.events import EventSink
     from deltastore.format.signing import TrustedKeys
+    from deltastore.pipeline.copying import Backoff
     from deltastore.pipeline.staged import StagedUpdate
     from deltastore.repository.run import Run
 
@@ -58,6 +59,7 @@ class _Lane:
 
     note: RankNote
     follower: Follower
+    backoff: Backoff
     ranks: list[str]
     spooled: SpooledUpdate | None = None
     kept: StagedUpdate | None = None
@@ -102,7 +104,8 @@ class Stager:
         self._settings = settings or FollowerSettings()
         self._sink = sink
         self._hint_source = hint_source
-        self._jitter = random.Random(seed)  # spreads polls, protects nothing
+        hinted, now_s = hint_source is not None, clock.monotonic_s()
+        self._pace = Pace(self._settings, hinted=hinted, now_s=now_s, seed=seed)
         self._trusted = trusted
         self._lanes: list[_Lane] = []
         self._head_seen = -1
@@ -159,7 +162,7 @@ class Stager:
         for note in dict.fromkeys(living.values()):
             if note not in known:
                 ranks = [rank for rank, told in living.items() if told == note]
-                kept.append(_Lane(note, self._follower(note), ranks))
+                kept.append(_Lane(note, self._follower(note), self._pace.backoff(), ranks))
         self._lanes = kept
         self._offers = {rank: self._offers[rank] for rank in living if rank in self._offers}
 
@@ -183,14 +186,22 @@ class Stager:
             if lane.kept is None:
                 lane.trouble = None
                 lane.kept = lane.follower.take() if lane.follower.poll() else None
-                self._head_seen = max(self._head_seen, lane.follower.head_seen)
+                self._see_head(lane.follower.head_seen, now_s)
+                lane.backoff.succeeded()
             if lane.kept is not None:
                 return self._stage(lane, lane.kept)
         except DeltastoreError as err:
             lane.trouble = (type(err).__name__, err.kind.value, err.message)
+            lane.next_poll_s = now_s + self._pace.failed_s(lane.backoff, now_s)
+        else:
+            lane.next_poll_s = now_s + self._pace.idle_s(now_s)
         lane.current = lane.trouble is None
-        lane.next_poll_s = now_s + self._poll_s()
         return False
+
+    def _see_head(self, version: int, now_s: float) -> None:
+        if version > self._head_seen >= 0:  # the first one seen is old
+            self._pace.arrived(now_s)
+        self._head_seen = max(self._head_seen, version)
 
     def _stage(self, lane: _Lane, update: StagedUpdate) -> bool:
         """Compose what was fetched with what is staged, and replace it in the spool."""
@@ -231,12 +242,6 @@ class Stager:
                     self.folder.write_offer(rank, offer)
                     self._offers[rank] = offer
 
-    def _poll_s(self) -> float:
-        base_s = self._settings.poll_min_s
-        if self._hint_source is not None:
-            base_s = self._settings.poll_hinted_s
-        return base_s * self._jitter.uniform(0.75, 1.25)
-
     def _wait(self, stopping: threading.Event) -> None:
         if self._hint_source is None or not self._lanes:
             self._clock.wait(stopping, TURN_S)
@@ -245,7 +250,8 @@ class Stager:
         hinted = self._hint_source(tip, TURN_S)
         if hinted is not None and hinted > tip:
             for lane in self._lanes:
-                lane.next_poll_s = 0.0
+                if lane.trouble is None:  # else each hint would hit a store that is down
+                    lane.next_poll_s = 0.0
 
 
 def _too_large(update: StagedUpdate, needed: int, limit: int) -> StorageError:
