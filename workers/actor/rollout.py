@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,23 +44,33 @@ _T = TypeVar("_T")
 
 RENEWALS_PER_LEASE = 3
 RETRY_S = 0.5  # between two tries to reach Redis while a lease runs
+HAND_BACK_S = 2.0  # tried for so long in all: who is told to leave has no more, and leases expire
 RATE_KEPT = 0.8  # of the old rate in the moving average an actor reports of itself
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeldLease:
-    """A lease, what it asks for, and until when it surely runs by this machine's clock."""
+    """A lease, what it asks for, and until when it runs by this machine's clock."""
 
     lease: Lease
     payload: JobPayload
     taken_s: float
     asked_s: float
     """How long it was asked for, and will be again."""
+    deadline_s: float = field(init=False)
+    """Monotonic, moved by renewals; counted from before each question, so never later than Redis'.
 
-    @property
-    def deadline_s(self) -> float:
-        """Monotonic time; asked before the grant was answered, so never later than Redis'."""
-        return self.taken_s + self.lease.lease_s
+    Only a step that closes meanwhile ends a lease earlier; its result is answered as late.
+    """
+
+    def __post_init__(self) -> None:
+        self.deadline_s = self.taken_s + self.lease.lease_s
+
+    def renewed(self, asked_at_s: float, max_lease_s: float) -> None:
+        """Redis said yes to a renewal that was asked for at `asked_at_s`."""
+        limit_s = self.taken_s + max_lease_s * 2 ** (self.lease.attempt - 1)
+        renewed_s = min(asked_at_s + self.lease.lease_s, limit_s)
+        self.deadline_s = max(self.deadline_s, renewed_s)
 
 
 class RolloutWorker:
@@ -144,15 +154,13 @@ class RolloutWorker:
             self.tokens_per_s = RATE_KEPT * old + (1 - RATE_KEPT) * rate
         return answers
 
-    def renew(self, item: HeldLease, tokens_done: int) -> bool:
-        """Ask for more time on progress; False when the old expiry stands."""
-        return self._coordination.renew(
-            item.lease.job_id,
-            item.lease.token,
-            tokens_done,
-            item.asked_s,
-            self._settings.max_lease_s,
-        )
+    def renew(self, item: HeldLease, tokens_done: int) -> None:
+        """Ask for more time on progress; the old deadline stands unless Redis says yes."""
+        asked_at_s = self._clock.monotonic_s()
+        most_s = self._settings.max_lease_s
+        job_id, token = item.lease.job_id, item.lease.token
+        if self._coordination.renew(job_id, token, tokens_done, item.asked_s, most_s):
+            item.renewed(asked_at_s, most_s)
 
     def _grant(self, active: ActiveVersion | ServedVersion, asked_s: float) -> Lease | None:
         token = new_token()
@@ -240,12 +248,13 @@ class RolloutWorker:
         return pack(provenance, completions.tokens, completions.logprobs)
 
     def _hand_back(self, held: Sequence[HeldLease]) -> None:
+        give_up_s = self._clock.monotonic_s() + HAND_BACK_S
         for item in held:
             call = partial(self._coordination.hand_back, item.lease.job_id, item.lease.token)
-            self._until(min(item.deadline_s, self._clock.monotonic_s() + RETRY_S), call)
+            self._until(min(item.deadline_s, give_up_s), call)
 
     def _until(self, deadline_s: float, call: Callable[[], _T]) -> _T | None:
-        """Call until there is an answer or the lease is over anyway; None then."""
+        """Call until there is an answer or the time is over; None then."""
         while True:
             try:
                 return call()
@@ -253,7 +262,7 @@ class RolloutWorker:
                 if not is_outage(err):
                     raise
                 if self._clock.monotonic_s() + RETRY_S > deadline_s:
-                    _LOG.warning("Redis stayed away until the lease ended: %s", err)
+                    _LOG.warning("Redis stayed away, the lease will end by itself: %s", err)
                     return None
                 self._clock.sleep_s(RETRY_S)
 
@@ -275,20 +284,19 @@ class _Renewal:
         lease_s = min((item.lease.lease_s for item in held), default=0.0)
         self._period_s = lease_s / RENEWALS_PER_LEASE
         self._next_s = worker.now_s() + self._period_s
-        self._deadline_s = max((item.deadline_s for item in held), default=0.0)
 
     def progress(self, tokens: int) -> bool:
         now_s = self._worker.now_s()
         if now_s >= self._next_s:
             self._next_s = now_s + self._period_s
-            self._renew(tokens, now_s)
-        return self._worker.go_on() and now_s <= self._deadline_s
+            self._renew(tokens)
+        runs = any(now_s <= item.deadline_s for item in self._held)
+        return self._worker.go_on() and runs
 
-    def _renew(self, tokens: int, now_s: float) -> None:
+    def _renew(self, tokens: int) -> None:
         for item in self._held:
             try:
-                if self._worker.renew(item, tokens):
-                    self._deadline_s = max(self._deadline_s, now_s + item.lease.lease_s)
+                self._worker.renew(item, tokens)
             except CoordinationError as err:
                 if not is_outage(err):
                     raise
