@@ -19,6 +19,7 @@ import hashlib
 import logging
 import mmap
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 MAX_NOTE_BYTES = 1 << 16
 MAX_RANKS = 256
+_UPDATE = re.compile(r"\d{10}-[0-9a-f]{12}\.(staged|part)")
+_OFFER = re.compile(r"\.?([A-Za-z0-9._-]+?)\.json(\.part)?")
 _log = logging.getLogger(__name__)
 
 
@@ -179,6 +182,8 @@ class SpoolFolder:
         notes: dict[str, RankNote] = {}
         for path in sorted(self.ranks.glob("*.json"))[: 2 * MAX_RANKS]:
             rank = path.stem
+            if not self.rank_lock(rank).exists():
+                continue  # no rank's: it locks its name before it says anything
             if not is_locked(self.rank_lock(rank)):
                 path.unlink(missing_ok=True)
                 (self.offers / path.name).unlink(missing_ok=True)
@@ -245,9 +250,13 @@ class SpoolFolder:
         return SpooledUpdate(str(path), size_bytes, digest.hexdigest(), update.target)
 
     def clear(self) -> None:
-        """Remove every update and offer: what a dead stager left."""
-        for folder in (self.offers, self.updates):
-            for path in folder.iterdir():
+        """Remove the updates and offers of a dead stager, and nothing that others put there."""
+        for path in self.updates.iterdir():
+            if _UPDATE.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        for path in self.offers.iterdir():
+            rank = _OFFER.fullmatch(path.name)
+            if rank is not None and self.rank_lock(rank[1]).exists():
                 path.unlink(missing_ok=True)
 
 

@@ -354,6 +354,30 @@ def test_a_note_that_cannot_be_read_is_its_ranks_trouble(world, folder, stager, 
     assert odd.advance() == 2
 
 
+def test_what_is_not_the_spools_stays(world, folder):
+    """A folder that somebody keeps other things in loses none of them, whatever they are called;
+    what a dead stager left among them goes."""
+    theirs = [
+        folder / "updates" / "thesis.txt",
+        folder / "updates" / "sub" / "0000000001-0123456789ab.staged",
+        folder / "offers" / "job.json",
+        folder / "ranks" / "results.json",
+    ]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    left = folder / "updates" / "0000000001-0123456789ab.staged"
+    left.write_text("a dead stager's")
+    stager = _stager(world, folder)
+    rank = Rank(world, folder, "r0")
+    world.step(world.publisher(), 1)
+    _turns(world, stager)
+    assert rank.advance() == 2
+    stager.close()
+    assert all(path.read_text() == "mine" for path in theirs)
+    assert not left.exists()
+
+
 # --- early staging
 
 
