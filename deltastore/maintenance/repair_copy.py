@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING
 
-from deltastore.errors import DeltastoreError, IntegrityError, Kind, NotFoundError
+from deltastore.errors import (
+    DeltastoreError,
+    IntegrityError,
+    Kind,
+    NotFoundError,
+    StorageError,
+)
 from deltastore.format.fields import FileRef
 from deltastore.format.shortcut import AnchorManifest, CompositeManifest
 from deltastore.maintenance.fsck_bodies import OF_THE_RUN, check_digest, require_run_fault
@@ -63,20 +70,35 @@ def copy_body(run: Run, source: Run, body: tuple[str, int, str], *, streams: int
         return False
     mode = PutMode.OVERWRITE if is_there(run, key) else PutMode.CREATE
     file = FileRef(key.rpartition("/")[2], key, size_bytes, sha256)
-    with tempfile.TemporaryFile() as handle:
-        for chunk in stream_file(source, file, streams):
-            handle.write(chunk)
-        handle.flush()
-        if size_bytes == 0:
-            run.store.put(key, b"", mode=mode)
-            return True
-        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            view = memoryview(mapped)
-            try:
-                run.store.put(key, view, mode=mode)
-            finally:
-                view.release()
+    try:
+        with tempfile.TemporaryFile() as handle:
+            for chunk in stream_file(source, file, streams):
+                handle.write(chunk)
+            handle.flush()
+            _put_file(run, key, handle, size_bytes, mode)
+    except OSError as err:
+        raise StorageError(
+            f"no room for {size_bytes} bytes in {tempfile.gettempdir()}: {err.strerror}",
+            kind=Kind.DISK_FULL,
+            key=key,
+            hint="free space there, or point TMPDIR elsewhere",
+        ) from err
     return True
+
+
+def _put_file(run: Run, key: str, handle: IO[bytes], size_bytes: int, mode: PutMode) -> None:
+    if size_bytes == 0:
+        run.store.put(key, b"", mode=mode)
+        return
+    mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    view = memoryview(mapped)
+    try:
+        run.store.put(key, view, mode=mode)
+    finally:
+        # The traceback of a failed put still holds parts of it, and must not be replaced.
+        with suppress(BufferError):
+            view.release()
+            mapped.close()
 
 
 def vouched_manifests(

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import IO, TYPE_CHECKING
 
 from deltastore.errors import IntegrityError, InvalidInputError, Kind, NotFoundError, StorageError
-from deltastore.repository.commit import commit_version, write_head_hint
+from deltastore.repository.commit import advertise, commit_version
 from deltastore.storage.store import ByteRange, ObjectStore, PutMode
 from deltastore.storage.transfer import FetchItem, fetch
 
@@ -60,7 +60,7 @@ def replicate_version(
     missing = [item for item in items if item.key not in present]
     copied_bytes = copy_objects(home.store, region.store, missing, streams=streams, folder=folder)
     commit_version(region, manifest)
-    write_head_hint(region, manifest)
+    advertise(region, manifest)
     return copied_bytes
 
 

@@ -46,7 +46,7 @@ from deltastore.pipeline.replay import Held, replay
 from deltastore.pipeline.replicator import Region, RegionLimits, RegionReplicator
 from deltastore.pipeline.whole import read_source, upload_whole
 from deltastore.repository.body_checks import have_bodies_checked
-from deltastore.repository.commit import write_head_hint
+from deltastore.repository.commit import advertise
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion
 from deltastore.repository.resolve import find_head
@@ -345,9 +345,8 @@ class Publisher:
     def _announce(self, manifest: VersionManifest) -> None:
         """Tell the regions and write the hint: a hint that fails costs a poll, nothing else."""
         self._fanout.committed(manifest)
-        try:
-            write_head_hint(self._home, manifest)
-        except StorageError as err:
+        err = advertise(self._home, manifest)
+        if err is not None:
             self._sink(
                 RegionFailed(
                     self._home.record.home, manifest.core.version, err.kind.value, str(err)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from deltastore.errors import FormatError, IntegrityError, NotFoundError
 from deltastore.pipeline.copying import copy_objects
-from deltastore.repository.commit import commit_version, write_head_hint
+from deltastore.repository.commit import advertise, commit_version
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.floor import Floor, Raise, read_floor, store_now_ms, write_floor
 from deltastore.repository.shortcuts import list_anchors, load_anchor
@@ -91,7 +91,7 @@ def restart_at_anchor(
     _raise_floor(region, version)
     for manifest in _manifests(home, held + 1, version, streams=streams):
         commit_version(region, manifest)
-    write_head_hint(region, target)
+    advertise(region, target)
     return copied_bytes
 
 

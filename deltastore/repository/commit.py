@@ -10,9 +10,10 @@ Write order of a version, and what a crash leaves after each step:
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-from deltastore.errors import ConflictError, Kind, LeaseError
+from deltastore.errors import ConflictError, DeltastoreError, Kind, LeaseError
 from deltastore.format.canonical import canonical_json
 from deltastore.format.keys import Hint
 from deltastore.storage.store import PutMode
@@ -20,6 +21,8 @@ from deltastore.storage.store import PutMode
 if TYPE_CHECKING:
     from deltastore.format.manifest import VersionManifest
     from deltastore.repository.run import Run
+
+_log = logging.getLogger(__name__)
 
 
 def commit_version(run: Run, manifest: VersionManifest) -> None:
@@ -40,6 +43,19 @@ def commit_version(run: Run, manifest: VersionManifest) -> None:
             key=key,
             hint="another trainer publishes to this run: stop it, or start a run of your own",
         ) from err
+
+
+def advertise(run: Run, manifest: VersionManifest) -> DeltastoreError | None:
+    """Write the hint of a version that is committed, and what kept it from being written.
+
+    That costs whoever reads it a few polls; it must not look as if the version had failed.
+    """
+    try:
+        write_head_hint(run, manifest)
+    except DeltastoreError as err:
+        _log.warning("version %d is not advertised: %s", manifest.core.version, err)
+        return err
+    return None
 
 
 def write_head_hint(run: Run, manifest: VersionManifest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 
 from deltastore.clock import SystemClock
 from deltastore.config import PublisherSettings
-from deltastore.errors import Kind
+from deltastore.errors import Kind, StorageError
 from deltastore.events import RegionFailed
 from deltastore.format.dtypes import DType
 from deltastore.format.layout import TensorEntry
+from deltastore.maintenance.repair_copy import copy_body
 from deltastore.pipeline.applier import Applier
 from deltastore.pipeline.host import HostTarget
 from deltastore.pipeline.replicator import Region
@@ -21,7 +23,9 @@ from deltastore.pipeline.stager_rank import StagedFeed
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion
 from deltastore.repository.run import open_run
+from deltastore.storage.fs import FileStore
 from deltastore.storage.memory import MemoryStore
+from deltastore.storage.store import PutMode
 from tests.faults.test_replication import SwitchedStore
 from tests.unit.pipeline import harness
 from tests.unit.pipeline.harness import RUN, World
@@ -115,3 +119,31 @@ def test_backlog_without_room_loses_no_version_of_its_region(
     kinds = {e.kind for e in world.events if isinstance(e, RegionFailed)}
     assert Kind.DISK_FULL.value in kinds
     assert not list(small_disk.folder.iterdir())
+
+
+@pytest.mark.parametrize("full", ["temporary", "bucket"])
+def test_a_repair_without_room_says_so_and_harms_nothing(
+    small_disk: SmallDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """A body that does not fit in the temporary folder, or in the bucket that is repaired, is
+    disk_full by name; with room the same repair works."""
+    world = World(tmp_path / "w")
+    store = MemoryStore()
+    if full == "bucket":
+        store = FileStore(small_disk.folder)
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(small_disk.folder))
+    for info in world.home_store.list(RUN):
+        if not info.key.endswith(".safetensors"):
+            store.put(info.key, world.home_store.get(info.key), mode=PutMode.CREATE)
+    [shard] = [f for f in load_manifest(world.run, 0).core.files if f.name.endswith("tensors")]
+    assert shard.key is not None
+    body = (shard.key, shard.size_bytes, shard.sha256)
+    damaged = open_run(store, RUN)
+    small_disk.limit()
+    with pytest.raises(StorageError) as refused:
+        copy_body(damaged, world.run, body, streams=2)
+    assert refused.value.kind is Kind.DISK_FULL
+    small_disk.grow()
+    assert copy_body(damaged, world.run, body, streams=2)
+    assert store.get(shard.key) == world.home_store.get(shard.key)

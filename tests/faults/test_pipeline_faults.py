@@ -12,6 +12,7 @@ from deltastore.errors import (
     ApplyError,
     DeltastoreError,
     IntegrityError,
+    InvalidInputError,
     Kind,
     LeaseError,
     NotFoundError,
@@ -27,10 +28,20 @@ from deltastore.pipeline.publisher import Publisher
 from deltastore.pipeline.replicator import Region
 from deltastore.repository.commit import commit_version
 from deltastore.repository.fetch import load_manifest
+from deltastore.repository.resolve import find_head
 from deltastore.repository.run import open_run
 from deltastore.storage.memory import MemoryStore
 from deltastore.storage.store import PutMode
-from deltastore.testing.faults import Corrupt, FaultyStore, LoseResponse, Op, Truncate, fail_at
+from deltastore.testing.faults import (
+    Corrupt,
+    Fail,
+    FaultyStore,
+    LoseResponse,
+    Op,
+    Truncate,
+    fail_at,
+    unavailable,
+)
 from tests.unit.pipeline.harness import RUN, World, change_some, random_state, write_files
 
 
@@ -257,6 +268,24 @@ def test_trainer_refuses_a_chain_with_a_hole(world, store):
     with pytest.raises(IntegrityError) as err:
         world.publisher()
     assert (err.value.kind, err.value.version) == (Kind.BROKEN_CHAIN, 3)
+
+
+@pytest.mark.parametrize("refused", [unavailable, lambda: InvalidInputError("a", kind=Kind.NAME)])
+def test_a_hint_that_cannot_be_written_fails_no_version(tmp_path, refused):
+    """A version that is committed was published, and copied, whatever becomes of its hint."""
+    far = MemoryStore()
+    broken = [FaultyStore(MemoryStore()), FaultyStore(far)]
+    made = World(tmp_path, home_store=broken[0], region_stores={"far": broken[1]})
+    regions = [Region("far", open_run(broken[1], RUN))]
+    publisher = made.publisher(regions=regions)
+    for store in broken:
+        hints = f"{RUN}/hints/head"
+        store.add(fail_at(Op.PUT, 1, Fail(refused), key_contains=hints, times=1000))
+    assert made.step(publisher, 1).core.version == 2
+    assert publisher.wait_regions(60) == []
+    publisher.close()
+    assert find_head(open_run(far, RUN)) == 2
+    assert [e.region for e in made.events if isinstance(e, RegionFailed)] == ["home"]
 
 
 def test_stale_and_garbage_hints_decide_nothing(world, store):
