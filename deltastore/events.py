@@ -214,13 +214,24 @@ class BatchDealt(Event):
 
 @dataclass(frozen=True, slots=True)
 class ResultSettled(Event):
-    """A result was offered for a job; `outcome` is one of the seven."""
+    """A result was offered for a job.
+
+    `outcome` is one of the seven of settling, or what the trainer made of an admitted one.
+    """
 
     job: str
     actor: str
     outcome: str
     tokens: int
     elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParked(Event):
+    """A job was not done in all its attempts: its prompt is left out of its step."""
+
+    job: str
+    attempts: int
 
 
 @dataclass(frozen=True, slots=True)

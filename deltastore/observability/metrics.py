@@ -26,9 +26,11 @@ from deltastore.events import (
     ActorJoined,
     EngineHeld,
     EngineReleased,
+    PromptParked,
     PublishFailed,
     RegionCommitted,
     RegionFailed,
+    ResultSettled,
     SafePointPassed,
     StageFinished,
     StepTrained,
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
 SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 # A pause that anybody notices begins at some milliseconds.
 PAUSE_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 120.0)
+
+TOKENS = tuple(float(1 << power) for power in range(4, 18))
 
 
 class Metrics:
@@ -99,6 +103,11 @@ class Metrics:
         )
         self._held = self._gauge("engine_held", "1 while out of rotation", [])
         self._holds = self._counter("engine_holds", "times out of rotation", [])
+        self._results = self._counter("results", "offered for jobs, by outcome", ["outcome"])
+        self._result_tokens = self._histogram(
+            "result_tokens", "lengths of results, by outcome", ["outcome"], TOKENS
+        )
+        self._parked = self._counter("prompts_parked", "not done in all attempts", [])
         self._ratio_mean = self._gauge("importance_ratio_mean", "before truncation", [])
         self._ratio_max = self._gauge("importance_ratio_max", "before truncation", [])
         self._mismatch = self._gauge("mismatch_kl", "per token of zero lag", [])
@@ -147,6 +156,11 @@ class Metrics:
                 self._joined.labels(self._run).inc()
                 self._joined_bytes.labels(self._run).inc(event.size_bytes)
                 self._active.labels(self._run).set(event.version)
+            case ResultSettled():
+                self._results.labels(self._run, event.outcome).inc()
+                self._result_tokens.labels(self._run, event.outcome).observe(event.tokens)
+            case PromptParked():
+                self._parked.labels(self._run).inc()
             case StepTrained():
                 self._set_ratios(event)
             case _:

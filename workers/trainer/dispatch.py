@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from deltastore.coordination.backend import MAX_ATTEMPTS, JobOffer, ReapOutcome
 from deltastore.errors import CoordinationError, Kind
-from deltastore.events import BatchDealt, ResultSettled
+from deltastore.events import BatchDealt, PromptParked, ResultSettled
 from deltastore.scheduling.split import Deal
 from workers.payload import JobPayload
 from workers.sampling import MILLI, Sampling, prompt_seed
@@ -240,6 +240,7 @@ class Dispatcher:
         for reaped in self._steady.attempt(self._coordination.reap) or []:
             if reaped.outcome is ReapOutcome.PARKED:
                 self._table.close(reaped.job_id)
+                self._sink(PromptParked(reaped.job_id, reaped.attempt))
             else:
                 self._table.note_attempt(reaped.job_id, reaped.attempt)
         on_their_way = self._fetcher.job_ids

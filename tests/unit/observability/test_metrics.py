@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from deltastore.coordination.records import Settled
 from deltastore.errors import InvalidInputError, Kind, NotFoundError, StorageError
-from deltastore.events import EngineHeld, EngineReleased, SafePointPassed, StepTrained, both
+from deltastore.events import (
+    EngineHeld,
+    EngineReleased,
+    PromptParked,
+    ResultSettled,
+    SafePointPassed,
+    StepTrained,
+    both,
+)
 from deltastore.observability.metrics import Metrics, MetricsServer
 from deltastore.pipeline.replicator import Region
 from deltastore.repository.run import open_run
@@ -81,6 +90,19 @@ def test_how_far_sampler_and_learner_are_apart(metrics):
     assert _value(metrics, "importance_ratio_mean") == 1.01
     assert _value(metrics, "importance_ratio_max") == 1.4
     assert _value(metrics, "mismatch_kl") == 0.003
+
+
+def test_every_outcome_of_a_result_is_counted(metrics):
+    """All seven outcomes, what the trainer makes of results, their lengths, and parked prompts."""
+    outcomes = [*(outcome.value for outcome in Settled), "corrupt", "stale"]
+    for number, outcome in enumerate(outcomes, start=1):
+        for _ in range(number):
+            metrics(ResultSettled("j", "a", outcome, 100, 1.0))
+    metrics(PromptParked("j", 3))
+    for number, outcome in enumerate(outcomes, start=1):
+        assert _value(metrics, "results_total", outcome=outcome) == number
+        assert _value(metrics, "result_tokens_sum", outcome=outcome) == 100 * number
+    assert _value(metrics, "prompts_parked_total") == 1
 
 
 def test_store_calls_by_outcome(metrics):

@@ -10,7 +10,7 @@ import pytest
 from deltastore.coordination.backend import MAX_ATTEMPTS, Settled
 from deltastore.coordination.memory import MemoryCoordination
 from deltastore.errors import CoordinationError, Kind
-from deltastore.events import BatchDealt, ResultSettled
+from deltastore.events import BatchDealt, PromptParked, ResultSettled
 from tests.unit.workers.kit import Desk, hash_of, honest
 from workers.config import TrainerConfig
 
@@ -140,6 +140,9 @@ def test_a_group_that_expires_too_often_is_parked_and_missing() -> None:
 
     batch = desk.dispatcher.collect(1, hold_again)
     assert (len(batch.groups), batch.missing, batch.dropped) == (2, 1, 0)  # counted once
+    assert [event for event in desk.events if isinstance(event, PromptParked)] == [
+        PromptParked(stuck.job_id, MAX_ATTEMPTS)
+    ]
     assert batch.wait_s < desk.settings.step_deadline_s
 
 
