@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LINK = "latest"
 RECORD = "deltastore.json"
+MAX_RECORD_BYTES = 1 << 16
 LOCK = ".lock"
 _FOLDER = re.compile(r"\d{10}")
 _LEFT_OVER = re.compile(r"\.(\d{10}|latest)\.[0-9a-f]{32}(\.partial|\.old)?")
@@ -166,8 +167,9 @@ class VersionFolders:
 def read_record(folder: Path) -> FolderRecord | None:
     """What a folder says of itself; None when it is not there or not of our making."""
     try:
-        document = json.loads((folder / RECORD).read_bytes())
-    except (OSError, ValueError):
+        with (folder / RECORD).open("rb") as file:
+            document = json.loads(file.read(MAX_RECORD_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     match document:
         case {"run_id": str(run_id), "version": int(version), "policy_hash": str(policy_hash)}:

@@ -61,13 +61,13 @@ def local_server(url: str) -> ServerAddress:
 
     Raises InvalidInputError(url) for anything else, addresses of other machines above all.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
-        return ServerAddress("localhost", 0, parts.path)
     try:
+        parts = urlsplit(url)
         port = parts.port or 80
     except ValueError as err:
         raise _not_local(url) from err
+    if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
+        return ServerAddress("localhost", 0, parts.path)
     plain = not (parts.username or parts.password or parts.query or parts.fragment)
     if parts.scheme != "http" or not parts.hostname or not plain or parts.path not in ("", "/"):
         raise _not_local(url)

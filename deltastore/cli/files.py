@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,3 +98,28 @@ def _exists(out: Path) -> ConflictError:
         kind=Kind.OUTPUT_EXISTS,
         hint="choose another --out, or remove it first: nothing is overwritten",
     )
+
+
+def require_regular(path: Path) -> None:
+    """Refuse what is there and no file: a pipe would be waited for, a device read for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise InvalidInputError(
+            f"{str(path)!r} is no regular file", kind=Kind.PAYLOAD, hint="name a file"
+        )
+
+
+def read_small(path: Path, max_bytes: int = 1 << 20) -> bytes:
+    """A file that is small if it is what it should be; InvalidInputError(limit) if it is not."""
+    with typed_errors(path):
+        require_regular(path)
+        with path.open("rb") as file:
+            body = file.read(max_bytes + 1)
+    if len(body) > max_bytes:
+        raise InvalidInputError(
+            f"{str(path)!r} has more than {max_bytes} bytes",
+            kind=Kind.LIMIT,
+            hint="this is another file than was meant",
+        )
+    return body

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from deltastore.cli.files import new_file, refuse_existing, typed_errors
+from deltastore.cli.files import new_file, read_small, refuse_existing, typed_errors
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.format.key_files import parse_trusted_keys, trusted_line
 from deltastore.format.signing import MaySign, SigningKey, TrustedKeys, sign_with, unsigned
@@ -70,8 +70,7 @@ def read_trusted(path: Path | None) -> TrustedKeys | None:
     """The keys of the file that `--trusted-keys` names; None trusts the bucket."""
     if path is None:
         return None
-    with typed_errors(path):
-        body = path.read_bytes()
+    body = read_small(path)
     return parse_trusted_keys(body.decode("ascii", "replace"), what=str(path))
 
 
@@ -81,8 +80,7 @@ def read_signer(paths: Sequence[Path]) -> Signer:
         return unsigned
     keys = []
     for path in paths:
-        with typed_errors(path):
-            body = path.read_bytes()
+        body = read_small(path)
         try:
             keys.append(SigningKey.from_pem(body))
         except InvalidInputError as err:

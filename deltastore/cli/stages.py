@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deltastore.cli.files import typed_errors
+from deltastore.cli.files import require_regular, typed_errors
 from deltastore.errors import Kind, NotFoundError
 from deltastore.events import VersionPublished
 from deltastore.observability.jsonl import read_events
@@ -37,6 +37,7 @@ def read_stages(
                 f"{str(path)!r} does not exist", kind=Kind.FILE_MISSING, hint="check --events"
             )
         with typed_errors(path):
+            require_regular(path)
             events = read_events(path)
         for stamped in events:
             event = stamped.event

@@ -95,7 +95,8 @@ class RedisConnection:
                 return RedisCluster.from_url(url, **options)
             _check_database(self._url)
             client = redis.Redis.from_url(self._url, **options)
-            client.connection_pool.make_connection()  # refuses unknown options; connects nowhere
+            made = client.connection_pool.make_connection()  # refuses unknown options
+            str(getattr(made, "host", "")).encode("idna")  # as looking it up does: UnicodeError
         except (ValueError, TypeError) as err:
             raise InvalidInputError(
                 f"this is not a Redis URL (host {self.where})",

@@ -123,7 +123,9 @@ def test_a_damaged_version_is_discarded(tmp_path: Path, checkpoints: list[Checkp
         assert weights(write(folders, checkpoints[0], 1)) == weights(tmp_path / "0")
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"run_id":1,"version":1,"policy_hash":""}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{}", b"[]", b"[" * 50_000, b'{"run_id":1,"version":1,"policy_hash":""}']
+)
 def test_a_record_that_is_none(tmp_path: Path, text: bytes) -> None:
     """A folder that says nothing usable of itself is not of our making."""
     (tmp_path / "deltastore.json").write_bytes(text)

@@ -140,6 +140,7 @@ def test_a_server_that_is_away_is_an_error() -> None:
         "http://127.0.0.1:8000/v1",
         "http://127.0.0.1:8000?x=1",
         "http://127.0.0.1:99999",
+        "http://[::1",
         "http://127.0.0.1:port",
         "http://",
         "unix://run/vllm.sock",

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+import os
+from pathlib import Path
 
 import pytest
 
-from deltastore.cli.files import new_file, refuse_existing, typed_errors
+from deltastore.cli.files import (
+    new_file,
+    read_small,
+    refuse_existing,
+    require_regular,
+    typed_errors,
+)
 from deltastore.errors import (
     ConflictError,
     DeltastoreError,
@@ -16,9 +23,6 @@ from deltastore.errors import (
     Kind,
     NotFoundError,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_new_file(tmp_path: Path) -> None:
@@ -110,3 +114,25 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(DeltastoreError) as caught:
         write()
     assert caught.value.kind is Kind.DISK_FULL
+
+
+def test_only_small_files_are_read(tmp_path: Path) -> None:
+    """A pipe is not waited for, a device and a sparse file are not read to their ends."""
+    path = tmp_path / "key"
+    path.write_bytes(b"abc")
+    assert read_small(path) == b"abc"
+    os.truncate(path, 40 << 30)
+    with pytest.raises(InvalidInputError, match="key' has more than") as refused:
+        read_small(path)
+    assert refused.value.kind is Kind.LIMIT
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for other in (pipe, Path("/dev/zero")):
+        with pytest.raises(InvalidInputError, match="no regular file"):
+            read_small(other)
+        with pytest.raises(InvalidInputError, match="no regular file"):
+            require_regular(other)
+    with pytest.raises(InvalidInputError, match="is a folder"):
+        read_small(tmp_path)
+    with pytest.raises(NotFoundError):
+        read_small(tmp_path / "none")
