@@ -135,7 +135,7 @@ def test_the_local_deadline_is_never_later_than_redis(attempt: int) -> None:
     held: list[HeldLease] = []
 
     def step(number: int) -> None:
-        bench.clock.advance_s(1.0)
+        bench.clock.advance_s(7.0)  # so that a renewal would go beyond the limit
         for lease in bench.memory.running_leases():
             assert held[0].deadline_s <= lease.expires_at_s
 
@@ -147,7 +147,7 @@ def test_the_local_deadline_is_never_later_than_redis(attempt: int) -> None:
     started_s = bench.clock.monotonic_s()
     assert worker.work(held) == []
     assert item.deadline_s - started_s == most_s
-    assert most_s < bench.clock.monotonic_s() - started_s <= most_s + 1.0
+    assert most_s < bench.clock.monotonic_s() - started_s <= most_s + 7.0
 
 
 def test_a_batch_goes_on_while_one_of_its_leases_runs() -> None:
