@@ -122,6 +122,7 @@ class Actor:
         self.weights.start()
         try:
             while not self._stopping.is_set():
+                self._presence.check()
                 stop_version = self._folder.read_stop()
                 if stop_version is not None:
                     self._finish_at(stop_version)
@@ -164,6 +165,7 @@ class Actor:
         self._presence.beat()
         deadline_s = self._clock.monotonic_s() + self._settings.catch_up_s
         while self.weights.active.version < version and not self._stopping.is_set():
+            self._presence.check()
             if self.weights.poisoned:
                 self.weights.re_anchor()
             elif not self._activate():

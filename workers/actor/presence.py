@@ -47,6 +47,7 @@ class Presence:
         self._clock = clock
         self._stopped = threading.Event()
         self._away = False
+        self._refusal: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -73,9 +74,18 @@ class Presence:
             self._thread.join()
         self._attempt(lambda: self._coordination.leave(self._record.actor_id))
 
+    def check(self) -> None:
+        """Raise what ended the heartbeat: an actor that works on is lost to everybody else."""
+        if self._refusal is not None:
+            raise self._refusal
+
     def _run(self) -> None:
         while not self._clock.wait(self._stopped, self._ttl_s / BEATS_PER_TTL):
-            self.beat()
+            try:
+                self.beat()
+            except Exception as err:  # noqa: BLE001 - raised by `check`, on the actor's own thread
+                self._refusal = err
+                return
 
     def _attempt(self, call: Callable[[], None]) -> bool:
         try:
