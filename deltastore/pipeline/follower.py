@@ -60,7 +60,7 @@ class Follower:
         settings: FollowerSettings | None = None,
         sink: EventSink = discard,
         hint_source: Callable[[int, float], int | None] | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         trusted: TrustedKeys | None = None,
         until: int | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class Follower:
             name: of the actor, for events.
             hint_source: called with (newest known version, seconds); waits at most that long for
                 a newer version to be advertised and returns its number. Hints only save polls.
-            seed: of the jitter.
+            seed: of the jitter; None: another one for everybody, so that a fleet spreads.
             trusted: keys that must have signed versions and shortcuts; None trusts the bucket.
             until: nothing beyond this version is staged; None: everything.
         """
@@ -313,7 +313,7 @@ class Follower:
             except DeltastoreError as err:
                 self._error = err  # shown to the actor; tried again after the wait
                 wait_s = self._pace.failed_s(self._backoff, self._clock.monotonic_s())
-                self._clock.wait(self._stop, wait_s)  # no hint ends it: they come in a down store
+                self._clock.wait(self._stop, wait_s)  # a hint does not end it
                 continue
             self._backoff.succeeded()
             if not new:

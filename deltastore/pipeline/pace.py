@@ -27,11 +27,11 @@ class Pace:
 
     Args:
         hinted: whether somebody says when there is something new.
-        seed: of the jitter, which spreads looks and protects nothing.
+        seed: of the jitter, which spreads looks and protects nothing; None: the system's.
     """
 
     def __init__(
-        self, settings: FollowerSettings, *, hinted: bool, now_s: float, seed: int
+        self, settings: FollowerSettings, *, hinted: bool, now_s: float, seed: int | None
     ) -> None:
         self._min_s = settings.poll_min_s
         self._max_s = settings.poll_hinted_s

@@ -94,7 +94,7 @@ class Stager:
         sink: EventSink = discard,
         hint_source: Callable[[int, float], int | None] | None = None,
         cache_max_bytes: int = CACHE_MAX_BYTES,
-        seed: int = 0,
+        seed: int | None = None,
         trusted: TrustedKeys | None = None,
     ) -> None:
         self._cache = BodyCache(run.store, run.name, max_bytes=cache_max_bytes)
