@@ -7,18 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from deltastore.config import OnBacklog, PublisherSettings
+from deltastore.config import FollowerSettings, OnBacklog, PublisherSettings
 from deltastore.errors import InvalidInputError, Kind, LeaseError, NotFoundError
 from deltastore.events import VersionActivated, VersionPublished, VersionStaged
 from deltastore.format.layout import BitState, Layout, TensorEntry
 from deltastore.format.mixing import fingerprint_state
+from deltastore.pipeline.applier import Applier
 from deltastore.pipeline.compare import differing_tensors
+from deltastore.pipeline.follower import Follower
 from deltastore.pipeline.history import locate
-from deltastore.pipeline.host import HostSource
+from deltastore.pipeline.host import HostSource, HostTarget
 from deltastore.pipeline.protocols import SourceBox
 from deltastore.pipeline.publisher import Publisher
 from deltastore.pipeline.staged import join_updates
 from deltastore.repository.fetch import load_manifest
+from deltastore.repository.points import ActiveVersion
 from deltastore.repository.resolve import find_head
 from deltastore.storage.memory import MemoryStore
 from deltastore.testing.faults import CountingStore, Op
@@ -54,6 +57,35 @@ def test_many_versions_activate_as_one(world):
     activations = [e for e in world.events if isinstance(e, VersionActivated)]
     assert [(e.base_version, e.version) for e in activations] == [(0, 8)]
     assert len([e for e in world.events if isinstance(e, VersionStaged)]) == 8
+
+
+def test_a_follower_stages_no_more_than_it_may(tmp_path):
+    """What is staged beyond `stage_max_bytes` ends the staging, without a request, until it is
+    taken: an engine that does not activate for long fills no memory."""
+    store = CountingStore(MemoryStore())
+    world = World(tmp_path, home_store=store)
+    publisher = world.publisher()
+    for step in range(1, 12):
+        world.step(publisher, step)
+    publisher.close()
+    settings = FollowerSettings(stage_max_bytes=1 << 10)
+    active = ActiveVersion.of(load_manifest(world.run, 0))
+    follower = Follower(world.run, active, name="a", clock=world.clock, settings=settings)
+    applier = Applier(HostTarget(world.zero.copy()), active, name="a", clock=world.clock)
+    taken = 0
+    while applier.active.version < 12:
+        follower.catch_up()
+        before = store.traffic.total_requests
+        assert not follower.poll()
+        if follower.tip.version < 12:
+            assert store.traffic.total_requests == before
+        update = follower.take()
+        assert update is not None
+        assert update.versions <= 4  # each has some 500 bytes
+        applier.activate(update)
+        taken += 1
+    assert taken >= 3
+    assert applier._target.state.equals(world.state)
 
 
 def test_a_safe_point_does_not_wait_for_composing(world, monkeypatch):
