@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 MAX_NOTE_BYTES = 1 << 16
 MAX_RANKS = 256
 _UPDATE = re.compile(r"\d{10}-[0-9a-f]{12}\.(staged|part)")
-_OFFER = re.compile(r"\.?([A-Za-z0-9._-]+?)\.json(\.part)?")
+_RANK = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_OFFER = re.compile(r"\.?([A-Za-z0-9_-][A-Za-z0-9._-]{0,127}?)\.json(\.part)?")
 _log = logging.getLogger(__name__)
 
 
@@ -182,7 +183,7 @@ class SpoolFolder:
         notes: dict[str, RankNote] = {}
         for path in sorted(self.ranks.glob("*.json"))[: 2 * MAX_RANKS]:
             rank = path.stem
-            if not self.rank_lock(rank).exists():
+            if not _RANK.fullmatch(rank) or not self.rank_lock(rank).exists():
                 continue  # no rank's: it locks its name before it says anything
             if not is_locked(self.rank_lock(rank)):
                 path.unlink(missing_ok=True)

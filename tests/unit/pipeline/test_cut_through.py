@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from deltastore.storage.memory import MemoryStore
 from deltastore.storage.s3 import S3Store
 from deltastore.storage.s3_settings import S3Settings
 from deltastore.testing.faults import Fail, FaultyStore, Op, fail_at
+from tests.faults.test_replication import StalledStore
 from tests.unit.pipeline.harness import RUN, World, change_some, write_files
 
 SMALL_SEGMENTS = PublisherSettings(segment_min_bytes=1 << 16, segment_max_bytes=1 << 16)
@@ -105,6 +108,49 @@ def test_first_segment_is_in_the_bucket_before_the_last_tensor_is_read(
     assert set(seen) < {ref.key for ref in manifest.core.segments}
     assert replay(run, clock=SystemClock()).state.equals(state)
     store.close()
+
+
+def _stands_in(thread_prefix: str, function: str) -> bool:
+    """Whether some thread of that name waits, as deep as it is, inside that function."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident)
+        while frame is not None and thread.name.startswith(thread_prefix):
+            if frame.f_code.co_name == function:
+                return True
+            frame = frame.f_back
+    return False
+
+
+def test_a_line_that_hangs_stops_the_reading_of_weights(tmp_path):
+    """While no put ends, encoded bodies fill the spool, segments the encoders' queue, and then no
+    weights are read: memory is bounded however large the delta. All goes on when the line does."""
+    store = StalledStore(MemoryStore())
+    store.go.set()
+    run, state = _many_tensors(tmp_path, store, tensors=16)
+    spool_bytes = 1 << 20
+    settings = replace(SMALL_SEGMENTS, spool_max_bytes=spool_bytes)
+    publisher = Publisher.open(run, HostSource(state), clock=SystemClock(), settings=settings)
+    store.go.clear()
+    rng = np.random.default_rng(5)
+    for bits in state.arrays:
+        bits ^= rng.integers(1, 1 << 16, bits.size).astype(np.uint16)
+    publication = publisher.publish(1)
+    clock, never = SystemClock(), threading.Event()
+
+    def full():
+        submitter_waits = len(publisher._uploader._changed._waiters) == settings.encode_threads
+        return submitter_waits and _stands_in("publish", "flush")
+
+    while not (full() or publication.captured.is_set()):
+        clock.wait(never, 0.005)
+    assert not publication.captured.is_set()
+    assert 0 < publisher._uploader.pending_bytes <= spool_bytes
+    store.go.set()
+    core = publication.result(60).core
+    assert core.delta_bytes > 3 * spool_bytes  # else it would have fitted in somewhere
+    publisher.close()
+    assert replay(run, clock=SystemClock()).state.equals(state)
 
 
 def test_announced_segments_are_those_of_the_manifest(tmp_path):
