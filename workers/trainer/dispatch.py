@@ -190,7 +190,9 @@ class Dispatcher:
             lambda: self._coordination.take_settled(TAKE_MAX, TAKE_WAIT_S)
         )
         for claim in admitted or []:
-            if self._table.judge(claim.settlement) is Verdict.ADMITTED:
+            if claim.settlement.job_id in self._fetcher.job_ids:
+                self._tell(claim, Verdict.DUPLICATE)  # one fetch a job bounds what is on its way
+            elif self._table.judge(claim.settlement) is Verdict.ADMITTED:
                 self._fetcher.submit(claim)
             else:
                 self._take(claim, None, groups)  # refused unread

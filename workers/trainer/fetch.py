@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -69,7 +70,7 @@ class ResultFetcher:
         """Wait for none of what is on its way; what that was."""
         left, self._running = self._running, []
         for fetch in left:
-            fetch.future.cancel()
+            fetch.give_up()
         return [fetch.admitted for fetch in left]
 
     def _is_overdue(self, fetch: _Fetch) -> bool:
@@ -97,6 +98,10 @@ class _Desk:
                 return
             self.threads += 1
         threading.Thread(target=self._work, name="results", daemon=True).start()
+
+    def drop(self, fetch: _Fetch) -> None:
+        with self.lock, suppress(ValueError):  # a thread may have taken it already
+            self.waiting.remove(fetch)
 
     def _work(self) -> None:
         while True:
@@ -138,5 +143,10 @@ class _Fetch:
         """What came; None when it is given up before. Raises what is no failure of a store."""
         if self.future.done():
             return self.future.result()
-        self.future.cancel()
+        self.give_up()
         return None
+
+    def give_up(self) -> None:
+        """Take it back: a region that hangs for steps on end would gather what nobody wants."""
+        if self.future.cancel() and self.desk is not None:
+            self.desk.drop(self)

@@ -117,6 +117,29 @@ def test_a_region_with_all_its_threads_hanging_keeps_no_other_waiting() -> None:
         batch = desk.dispatcher.collect(1, lambda: None)
         assert (len(batch.groups), batch.missing) == (1, groups - 1)
         assert len(hanging.keys) == FETCH_THREADS
+        assert not desk.dispatcher._fetcher._desks[FAR].waiting  # or it would grow with every step
+
+
+def test_a_claim_that_comes_again_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often Redis says that a job is settled, one object of it is on its way at a time."""
+    settings = TrainerConfig(
+        groups=2, group_size=2, max_new_tokens=4, step_deadline_s=2.0, give_up_s=20.0
+    )
+    with two_regions(settings) as (desk, hanging):
+        desk.join("a")
+        desk.dispatcher.deal(1)
+        lease = desk.lease("a")
+        assert lease is not None
+        desk.settle(lease, "a", region=FAR)
+        desk.serve("a")
+        take = desk.coordination.take_settled
+        monkeypatch.setattr(
+            desk.coordination, "take_settled", lambda *args: [*(found := take(*args)), *found]
+        )
+        batch = desk.dispatcher.collect(1, lambda: None)
+        assert (len(batch.groups), batch.missing) == (1, 1)
+        assert len(hanging.keys) == 1
+        assert sorted(outcomes(desk)) == ["admitted", "duplicate", "duplicate", "late"]
 
 
 def test_work_whose_object_hangs_is_done_again_elsewhere() -> None:
