@@ -7,10 +7,8 @@ other region holds is believed no more than what this one does.
 
 from __future__ import annotations
 
-import mmap
 import tempfile
-from contextlib import suppress
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from deltastore.errors import (
     DeltastoreError,
@@ -27,6 +25,7 @@ from deltastore.repository.fetch import load_manifest
 from deltastore.repository.full import stream_file
 from deltastore.repository.history import require_signed
 from deltastore.repository.points import ActiveVersion, check_link
+from deltastore.storage.mapped import mapped_body
 from deltastore.storage.store import PutMode
 
 if TYPE_CHECKING:
@@ -75,7 +74,8 @@ def copy_body(run: Run, source: Run, body: tuple[str, int, str], *, streams: int
             for chunk in stream_file(source, file, streams):
                 handle.write(chunk)
             handle.flush()
-            _put_file(run, key, handle, size_bytes, mode)
+            with mapped_body(handle) as body_bytes:
+                run.store.put(key, body_bytes, mode=mode)
     except OSError as err:
         raise StorageError(
             f"no room for {size_bytes} bytes in {tempfile.gettempdir()}: {err.strerror}",
@@ -84,21 +84,6 @@ def copy_body(run: Run, source: Run, body: tuple[str, int, str], *, streams: int
             hint="free space there, or point TMPDIR elsewhere",
         ) from err
     return True
-
-
-def _put_file(run: Run, key: str, handle: IO[bytes], size_bytes: int, mode: PutMode) -> None:
-    if size_bytes == 0:
-        run.store.put(key, b"", mode=mode)
-        return
-    mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    view = memoryview(mapped)
-    try:
-        run.store.put(key, view, mode=mode)
-    finally:
-        # The traceback of a failed put still holds parts of it, and must not be replaced.
-        with suppress(BufferError):
-            view.release()
-            mapped.close()
 
 
 def vouched_manifests(

@@ -11,18 +11,17 @@ in `folder`, one at a time, in ranges of 8 MiB.
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import tempfile
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from itertools import islice
 from typing import IO, TYPE_CHECKING
 
 from deltastore.errors import IntegrityError, InvalidInputError, Kind, NotFoundError, StorageError
 from deltastore.repository.commit import advertise, commit_version
+from deltastore.storage.mapped import mapped_body
 from deltastore.storage.store import ByteRange, ObjectStore, PutMode
 from deltastore.storage.transfer import FetchItem, fetch
 
@@ -115,15 +114,8 @@ def _copy_large(
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             _download(source, item, file, streams)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            view = memoryview(mapped)
-            try:
-                target.put(item.key, view, mode=PutMode.CREATE)
-            finally:
-                # The traceback of a failed put still holds parts of it, and must not be replaced.
-                with suppress(BufferError):
-                    view.release()
-                    mapped.close()
+            with mapped_body(file) as body:
+                target.put(item.key, body, mode=PutMode.CREATE)
     except OSError as err:
         raise StorageError(
             f"no room for {item.size_bytes} bytes on their way to another region: {err.strerror}",

@@ -10,8 +10,7 @@ Write order of `create_run` (each step create-only, each safe to repeat):
 from __future__ import annotations
 
 import hashlib
-import mmap
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from deltastore.format.manifest import (
 from deltastore.format.signing import Signer, unsigned
 from deltastore.ids import check_name, new_token
 from deltastore.repository.body_checks import have_bodies_checked
+from deltastore.storage.mapped import mapped_body
 from deltastore.storage.probe import probe_store, require_home
 from deltastore.storage.store import ObjectStore, PutMode
 
@@ -255,20 +255,8 @@ def _upload_file(store: ObjectStore, key: str, file: CheckpointFile) -> FileRef:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[memoryview]:
-    """The file's bytes without reading them into memory; empty files cannot be mapped."""
-    with path.open("rb") as handle:
-        if path.stat().st_size == 0:
-            yield memoryview(b"")
-            return
-        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-        view = memoryview(mapped)
-        try:
-            yield view
-        finally:
-            # The traceback of a failed upload still holds parts of it, and must not be replaced.
-            with suppress(BufferError):
-                view.release()
-                mapped.close()
+    with path.open("rb") as handle, mapped_body(handle) as body:
+        yield body
 
 
 def _read_record(store: ObjectStore, keys: RunKeys) -> RunRecord | None:
