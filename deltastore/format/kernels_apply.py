@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deltastore.format.kernels_base import Array, helper, kernel
-from deltastore.format.kernels_fingerprint import HIGH_KEYS, LOW_KEYS, mix_high, mix_low
+from deltastore.format.kernels_fingerprint import HIGH_KEYS, LOW_KEYS, mix_change, mix_high, mix_low
 
 U = np.uint64
 TILE = 2048
@@ -147,17 +147,8 @@ def change_runs(
         if not absolute[run]:
             for i in range(begin, end):
                 new[i] += old[i]
-        low = U(0)
-        high = U(0)
-        flat = U(firsts[run])
-        for i in range(begin, end):
-            e = flat + U(offsets[i])
-            o = U(old[i])
-            n = U(new[i])
-            p = _L0 + e * _L1
-            q = _H0 + e * _H1
-            low += mix_low(p, n) - mix_low(p, o)
-            high += mix_high(q, n) - mix_high(q, o)
+        part = slice(begin, end)
+        low, high = mix_change(offsets[part], firsts[run], old[part], new[part], end - begin)
         changes[run, 0] = low
         changes[run, 1] = high
         begin = end

@@ -109,6 +109,18 @@ class JsonlSink:
         self.close()
 
 
+def whole_lines(path: Path, offset: int) -> tuple[bytes, int]:
+    """Whole lines from `offset` on, and the length of an unfinished one; none if no file yet."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            text = file.read()
+    except FileNotFoundError:
+        return b"", 0
+    whole = text[: text.rfind(b"\n") + 1]
+    return whole, len(text) - len(whole)
+
+
 class EventTail:
     """Reads a growing event file: each `read_new` returns what came since the last one."""
 
@@ -120,14 +132,8 @@ class EventTail:
 
     def read_new(self) -> list[StampedEvent]:
         """Return the events of the whole lines written since the last call; none if no file yet."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        if len(text) - len(whole) > MAX_LINE_BYTES:
+        whole, left_bytes = whole_lines(self.path, self._offset)
+        if left_bytes > MAX_LINE_BYTES:
             raise self._bad("a line is longer than an event can be", Kind.LIMIT)
         stamped: list[StampedEvent] = []
         for line in whole.splitlines():

@@ -11,6 +11,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from deltastore.observability.jsonl import whole_lines
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -54,12 +56,6 @@ class DeedLog:
 
     def read_new(self) -> list[Deed]:
         """The deeds since the last call; none if there is no file yet."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
+        whole, _ = whole_lines(self.path, self._offset)
         self._offset += len(whole)
         return [Deed(**json.loads(line)) for line in whole.splitlines()]
