@@ -26,8 +26,7 @@ from deltastore.maintenance.findings import Severity, finding_of
 from deltastore.maintenance.fsck_shortcuts import damaged_shortcut, describe
 from deltastore.maintenance.shortcut_commit import is_there
 from deltastore.repository.fetch import fetch_composite_blocks
-from deltastore.repository.full import CHUNK_BYTES, WEIGHTS_SUFFIX, fetch_state
-from deltastore.storage.store import ByteRange
+from deltastore.repository.full import WEIGHTS_SUFFIX, chunks, fetch_state, require_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -119,14 +118,14 @@ def bad_bodies(
 
 
 def check_digest(run: Run, key: str, size_bytes: int, sha256: str) -> None:
-    """Read an object in pieces and compare its SHA-256: a shard need not fit into memory."""
+    """Read an object in pieces and compare its SHA-256: a shard need not fit into memory.
+
+    One of another size than the manifest says is not read.
+    """
+    require_size(run, key, size_bytes)
     digest = hashlib.sha256()
-    if size_bytes <= CHUNK_BYTES:
-        digest.update(run.store.get(key))  # also the way to read an empty object: no range fits it
-    else:
-        for start in range(0, size_bytes, CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, size_bytes)
-            digest.update(run.store.get(key, ByteRange(start, end)))
+    for part in chunks(size_bytes):
+        digest.update(run.store.get(key, part))
     if digest.hexdigest() != sha256:
         raise IntegrityError(
             "the object has another SHA-256 than its manifest says", kind=Kind.DIGEST, key=key

@@ -231,40 +231,53 @@ def stream_file(run: Run, file: FileRef, streams: int) -> Iterator[bytes]:
         )
 
 
+def require_size(run: Run, key: str, size_bytes: int) -> None:
+    """Refuse an object of another size unread: whoever can write to the bucket chose that size.
+
+    Raises IntegrityError(digest), and NotFoundError when there is none.
+    """
+    found = run.store.head(key).size_bytes
+    if found != size_bytes:
+        raise _wrong_size(run, key, f"has {found} bytes, not the {size_bytes}")
+
+
+def chunks(size_bytes: int) -> Iterator[ByteRange]:
+    """The ranges in which an object of that size is read, in order; an empty one has none."""
+    for start in range(0, size_bytes, CHUNK_BYTES):
+        yield ByteRange(start, min(start + CHUNK_BYTES, size_bytes))
+
+
 def _ranges(run: Run, key: str, size_bytes: int, streams: int) -> Iterator[bytes]:
+    require_size(run, key, size_bytes)
     try:
         yield from _read_ranges(run, key, size_bytes, streams)
     except InvalidInputError as err:
         if err.kind is not Kind.RANGE:
             raise
-        raise IntegrityError(
-            f"the object is shorter than the {size_bytes} bytes that its manifest names",
-            kind=Kind.DIGEST,
-            run=run.name,
-            key=key,
-            hint="restore the object from another region",
-        ) from err
+        raise _wrong_size(run, key, f"became shorter than the {size_bytes} bytes") from err
+
+
+def _wrong_size(run: Run, key: str, how: str) -> IntegrityError:
+    return IntegrityError(
+        f"the object {how} that its manifest names",
+        kind=Kind.DIGEST,
+        run=run.name,
+        key=key,
+        hint="restore the object from another region",
+    )
 
 
 def _read_ranges(run: Run, key: str, size_bytes: int, streams: int) -> Iterator[bytes]:
-    if size_bytes <= CHUNK_BYTES:
-        body = run.store.get(key)  # also the way to read an empty object: no range fits it
-        if len(body) != size_bytes:
-            raise IntegrityError(
-                f"the object has {len(body)} bytes, not {size_bytes}",
-                kind=Kind.DIGEST,
-                run=run.name,
-                key=key,
-            )
-        yield body
+    if size_bytes <= CHUNK_BYTES:  # one request needs no threads; no range fits an empty object
+        for only in chunks(size_bytes):
+            yield run.store.get(key, only)
         return
-    starts = iter(range(0, size_bytes, CHUNK_BYTES))
+    parts = chunks(size_bytes)
     with ThreadPoolExecutor(streams, thread_name_prefix="full") as pool:
         ahead: list[Future[bytes]] = []
         try:
             while True:
-                while len(ahead) < streams and (start := next(starts, None)) is not None:
-                    part = ByteRange(start, min(start + CHUNK_BYTES, size_bytes))
+                while len(ahead) < streams and (part := next(parts, None)) is not None:
                     ahead.append(pool.submit(run.store.get, key, part))
                 if not ahead:
                     return
