@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from deltastore.clock import Clock
     from deltastore.coordination.backend import Coordination, Member
 
+_UNKNOWN = (
+    "Redis knows no run of this name: is it mistyped? else nobody has begun, or Redis lost its data"
+)
 _WORKING = (ActorState.ACTIVE, ActorState.JOINING)
 
 
@@ -80,7 +83,7 @@ class RedisAccess:
 
 def show_fleet(access: RedisAccess, run: str, *, output: Output) -> None:
     """Print the fleet of a run as it is now."""
-    with closing(RedisCoordination(access.full_url(), run, SystemClock())) as coordination:
+    with closing(_observed(access, run, SystemClock())) as coordination:
         document = fleet_document(coordination, run)
     output.emit(document, lambda: fleet_table(document))
 
@@ -101,7 +104,7 @@ def watch_fleet(
     from rich.live import Live
 
     clock = SystemClock() if clock is None else clock
-    with closing(RedisCoordination(access.full_url(), run, clock)) as coordination:
+    with closing(_observed(access, run, clock)) as coordination:
         picture: RenderableType = fleet_table(fleet_document(coordination, run))
         done = 1
         with Live(picture, console=console(), auto_refresh=False) as live:
@@ -117,8 +120,15 @@ def watch_fleet(
                 done += 1
 
 
+def _observed(access: RedisAccess, run: str, clock: Clock) -> RedisCoordination:
+    return RedisCoordination(access.full_url(), run, clock, only_reads=True)
+
+
 def fleet_document(coordination: Coordination, run: str) -> Document:
-    """What Redis knows of a run's fleet; the keys are stable."""
+    """What Redis knows of a run's fleet; the keys are stable.
+
+    `known` is false when Redis has no trace of the run, which is what a mistyped name looks like.
+    """
     now_s = coordination.now_s()
     head = coordination.head_hint()
     members = coordination.members()
@@ -133,8 +143,11 @@ def fleet_document(coordination: Coordination, run: str) -> Document:
     }
     whole = sum(usable(rates.get(m.actor_id)) or 0.0 for m in members if m.state in _WORKING)
     counts = coordination.job_counts()
+    outcomes = {o.value: count for o, count in coordination.outcome_counts().items()}
+    traces = (head, members, any(astuple(counts)), any(outcomes.values()))
     return {
         "run": run,
+        "known": any(traces),
         "head": None if head is None else head.version,
         "head_policy_hash": None if head is None else head.policy_hash,
         "redis_time_s": now_s,
@@ -149,7 +162,7 @@ def fleet_document(coordination: Coordination, run: str) -> Document:
             "settled": counts.settled,
             "parked": counts.parked,
         },
-        "outcomes": {o.value: count for o, count in coordination.outcome_counts().items()},
+        "outcomes": outcomes,
     }
 
 
@@ -215,7 +228,8 @@ def fleet_table(document: Document) -> RenderableType:
     title = Text(f"{document['run']}: head {head}, {len(document['actors'])} actors", "bold")
     jobs = ", ".join(f"{count} {name}" for name, count in document["jobs"].items())
     results = ", ".join(f"{n} {name}" for name, n in document["outcomes"].items() if n) or "none"
-    return Group(title, table, Text(f"jobs: {jobs}"), Text(f"results: {results}"))
+    unknown = [] if document["known"] else [Text(_UNKNOWN, "yellow")]
+    return Group(title, table, Text(f"jobs: {jobs}"), Text(f"results: {results}"), *unknown)
 
 
 def _stale(picture: RenderableType, err: CoordinationError) -> RenderableType:

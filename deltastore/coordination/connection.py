@@ -144,6 +144,10 @@ class RedisConnection:
                     hint="run: redis-cli CONFIG SET maxmemory-policy noeviction",
                 )
 
+    def check_role(self) -> None:
+        """Raise unless this Redis is one to write to; a failover in progress is waited for."""
+        self._repeat(_refuse_replica)
+
     def _repeat(self, once: Callable[[Any, bool], Any]) -> Any:
         """`once`'s answer; it is called again, and told so, after a lost one."""
         for attempt, wait_s in enumerate((*RETRY_WAITS_S, 0.0)):
@@ -182,6 +186,9 @@ class RedisConnection:
                 Kind.REDIS_UNAVAILABLE,
                 "name its authority: rediss://...?ssl_ca_certs=FILE",
             )
+        elif isinstance(err, ReadOnlyError) or "READONLY" in str(err):
+            kind, message = Kind.REDIS_UNAVAILABLE, f"Redis at {self.where} is a read-only replica"
+            hint = "name its primary in the URL; after a failover, the new one"
         elif isinstance(err, _LOST) or _worth_repeating(err):
             kind, message = Kind.REDIS_UNAVAILABLE, f"Redis at {self.where} does not answer: {err}"
             hint = "start it, or check host, port and firewall; published versions are not affected"
@@ -233,6 +240,13 @@ def _worth_repeating(err: Exception) -> bool:
         return False
     # Servers before 7 wrap the reason of a failing script into a plain error.
     return isinstance(err, _LOST) or any(word in str(err) for word in _WILL_PASS)
+
+
+def _refuse_replica(client: Any, _repeat: bool) -> None:
+    if isinstance(client, RedisCluster):
+        return  # it asks the primaries by itself
+    if client.info("replication").get("role") == "slave":
+        raise ReadOnlyError("READONLY it is a replica")
 
 
 def _memory_of_each_node(client: Any, _repeat: bool) -> list[dict[str, Any]]:

@@ -63,9 +63,10 @@ class RedisCoordination:
         run: the run's name; all its keys share the hash tag `{run}`.
         clock: only for waiting; leases know Redis TIME alone.
         timeout_s: for connecting, and for each answer.
+        only_reads: whether nothing will be written: then a replica does too.
         scripts: only for tests that move time.
 
-    Raises CoordinationError at once when Redis is down or would evict keys.
+    Raises CoordinationError at once when Redis is down, would evict keys, or is a replica.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RedisCoordination:
         clock: Clock,
         *,
         timeout_s: float = 5.0,
+        only_reads: bool = False,
         scripts: Mapping[str, Script] | None = None,
     ) -> None:
         self._run = check_name(run, "run")
@@ -83,6 +85,8 @@ class RedisCoordination:
         self._closed = threading.Event()
         self._redis = RedisConnection(url, run, clock, timeout_s)
         self._redis.check_policy()
+        if not only_reads:
+            self._redis.check_role()
 
     def _call(self, name: str, *args: str | bytes | int, tell_repeat: bool = False) -> Any:
         return self._redis.call(self._scripts[name], *args, tell_repeat=tell_repeat)

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
 from redis.crc import key_slot
 
+from deltastore.cli.status import fleet_document
 from deltastore.clock import SystemClock
 from deltastore.coordination.backend import (
     ActorRecord,
@@ -326,8 +328,36 @@ def test_a_lasting_replica_is_unavailable(own_server: RedisServer) -> None:
         with pytest.raises(CoordinationError) as lost:
             coordination.register(ActorRecord("a1", "eu", "test", 1), TTL_S)
         assert lost.value.kind is Kind.REDIS_UNAVAILABLE
+        assert "is a read-only replica" in str(lost.value)
         assert sum(clock.slept_s) < 1.0
         coordination.close()
+
+
+def test_a_replicas_url_is_refused_at_once(
+    own_server: RedisServer, redis_server: RedisServer
+) -> None:
+    """A URL that names a replica is refused before work begins; who only reads may use it."""
+    with redis.Redis.from_url(own_server.url) as admin:
+        admin.replicaof("127.0.0.1", str(redis_server.port))
+    clock = FakeClock()
+    with pytest.raises(CoordinationError) as refused:
+        RedisCoordination(own_server.url, "r1", clock)
+    assert refused.value.kind is Kind.REDIS_UNAVAILABLE
+    assert f"Redis at {own_server.endpoint}/0 is a read-only replica" in str(refused.value)
+    assert "name its primary in the URL" in str(refused.value)
+    assert sum(clock.slept_s) < 1.0
+    with closing(RedisCoordination(own_server.url, "r1", clock, only_reads=True)) as observer:
+        assert fleet_document(observer, "r1")["actors"] == []
+
+
+def test_a_failover_is_waited_for_at_the_start(own_server: RedisServer) -> None:
+    """A replica that becomes the primary while a client connects is taken."""
+    with redis.Redis.from_url(own_server.url) as admin:
+        admin.replicaof("127.0.0.1", str(free_port()))
+        clock = _PromotesWhileWaiting(lambda: admin.replicaof("NO", "ONE"))
+        with closing(RedisCoordination(own_server.url, "r1", clock)) as coordination:
+            coordination.register(ActorRecord("a1", "eu", "test", 1), TTL_S)
+    assert clock.slept_s == [0.05]
 
 
 def test_lost_answers_change_nothing(redis_server: RedisServer) -> None:

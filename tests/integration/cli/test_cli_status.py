@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,7 @@ from deltastore.testing.servers import RedisServer, free_port
 from tests.integration.cli.cli_kit import documented
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def _never(_seconds: float) -> None:
@@ -65,7 +66,7 @@ def test_status_as_json(busy: tuple[str, str]) -> None:
     assert shown.exit_code == 0, shown.output
     document = json.loads(shown.stdout)
     assert list(document) == documented("status")
-    assert (document["run"], document["head"]) == (busy[1], 3)
+    assert (document["run"], document["known"], document["head"]) == (busy[1], True, 3)
     rows = {row["actor"]: row for row in document["actors"]}
     assert list(rows["fast"]) == documented("An actor")
     facts = ("state", "version", "staleness", "tau_tokens_per_s", "share", "leases", "note")
@@ -111,7 +112,30 @@ def test_nobody_there(redis_server: RedisServer) -> None:
     shown = _run(redis_server.url, "nobody-here", "--json")
     assert shown.exit_code == 0
     document = json.loads(shown.stdout)
-    assert (document["actors"], document["head"]) == ([], None)
+    assert (document["actors"], document["head"], document["known"]) == ([], None, False)
+    told = _run(redis_server.url, "nobody-here")
+    assert told.exit_code == 0
+    assert told.stdout.splitlines()[-1].startswith("Redis knows no run of this name")
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        lambda fleet: fleet.coordination.announce_head(HeadHint(1, policy_hash_of(1), 1)),
+        lambda fleet: fleet.join("a1"),
+        lambda fleet: fleet.offer("j1"),
+    ],
+    ids=["head", "actor", "job"],
+)
+def test_any_trace_makes_a_run_known(
+    redis_server: RedisServer, deed: Callable[[Fleet], object]
+) -> None:
+    """A run of which Redis holds anything is known, and nothing is said of a mistyped name."""
+    run = f"run-{secrets.token_hex(6)}"
+    with closing(RedisCoordination(redis_server.url, run, SystemClock())) as coordination:
+        deed(Fleet(coordination, _never))
+    assert json.loads(_run(redis_server.url, run, "--json").stdout)["known"]
+    assert "mistyped" not in _run(redis_server.url, run).stdout
 
 
 def test_redis_down_is_exit_9() -> None:
