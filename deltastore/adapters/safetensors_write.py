@@ -77,7 +77,8 @@ def write_checkpoint(
         check_name(name, "file name")
     if os.path.lexists(folder):
         raise _taken(folder)
-    partial = folder.parent / f".{folder.name}.{new_token()}.partial"
+    # Cut: a name that the target can have must not be too long with what is added here.
+    partial = folder.parent / f".{folder.name[:50]}.{new_token()}.partial"
     try:
         partial.mkdir(parents=True)
         for name, header in headers.items():

@@ -31,9 +31,13 @@ def refuse_existing(out: Path) -> None:
     """Raise unless `out` can be created: before the work, not after it."""
     parent = out.absolute().parent
     with typed_errors(out):
-        taken, has_parent = out.is_symlink() or out.exists(), parent.is_dir()
-    if taken:
-        raise _exists(out)
+        has_parent = parent.is_dir()
+        try:
+            out.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        else:
+            raise _exists(out)
     if not has_parent:
         raise NotFoundError(
             f"folder {str(parent)!r} does not exist",
@@ -46,7 +50,8 @@ def refuse_existing(out: Path) -> None:
 def new_file(out: Path) -> Iterator[BinaryIO]:
     """A file that appears as `out` when the block ends without an error, and never replaces one."""
     with typed_errors(out):
-        fd, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.absolute().parent)
+        # Cut: a name that `out` can have must not be too long with what is added here.
+        fd, name = tempfile.mkstemp(prefix=f".{out.name[:50]}-", dir=out.absolute().parent)
         unfinished = Path(name)
         try:
             with os.fdopen(fd, "wb") as handle:
@@ -83,6 +88,18 @@ def typed_errors(path: Path) -> Iterator[None]:
                 f"{str(path)!r}: {err.strerror}",
                 kind=Kind.NAME,
                 hint="choose a shorter, plainer name",
+            ) from err
+        if err.errno == errno.ELOOP:
+            raise InvalidInputError(
+                f"{str(path)!r} leads through symbolic links without end",
+                kind=Kind.NAME,
+                hint="a link points back to itself: name the file, or mend the link",
+            ) from err
+        if err.errno in {errno.ENXIO, errno.ENODEV}:
+            raise InvalidInputError(
+                f"{str(path)!r} is a pipe, a socket or a device, not a file",
+                kind=Kind.PAYLOAD,
+                hint="name a file",
             ) from err
         full = err.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
         raise StorageError(

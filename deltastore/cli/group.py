@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from deltastore.cli.exits import ExitCode, exit_code, way_out
 from deltastore.cli.output import one_line, print_json
-from deltastore.errors import DeltastoreError
+from deltastore.errors import DeltastoreError, InvalidInputError, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +37,7 @@ class CommandGroup(TyperGroup):
         words = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in words
         try:
+            _refuse_empty(words)
             code = super().main(
                 words,
                 prog_name or "deltastore",
@@ -61,6 +62,24 @@ class CommandGroup(TyperGroup):
             else:
                 raise
         sys.exit(int(code or ExitCode.OK))
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuse empty words: as a path one means the current folder, which nobody asked for.
+
+    No option or argument has a use for one; it is what a variable of the shell that is not set
+    leaves behind.
+    """
+    before = "deltastore"
+    for word in words:
+        option, separator, value = word.partition("=")
+        if not word or (word.startswith("--") and separator and not value):
+            raise InvalidInputError(
+                f"the word after {before!r} is empty" if not word else f"{option} is empty",
+                kind=Kind.SETTING,
+                hint="say what is meant ('.' is this folder); is a variable of the shell not set?",
+            )
+        before = word
 
 
 def error_document(error: DeltastoreError, code: ExitCode) -> dict[str, Any]:

@@ -182,6 +182,39 @@ def test_out_exists(files: Cli, old: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "there").iterdir()) == []
 
 
+@pytest.mark.parametrize("length", [213, 214, 240, 255])
+def test_an_output_of_a_long_name(files: Cli, old: Path, tmp_path: Path, length: int) -> None:
+    """A folder's name may be as long as the file system allows, and `replay` still writes it."""
+    url, out = files.url("r1"), tmp_path / ("x" * length)
+    files.json("init", url, "--checkpoint", old)
+    files.json("replay", url, "--out", out)
+    assert (out / "config.json").read_bytes() == (old / "config.json").read_bytes()
+    files.error(2, "name", "replay", url, "--out", tmp_path / ("x" * 256))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "file:///x/r", "--out", ""],
+        ["replay", "file:///x/r", "--out="],
+        ["stage", "file:///x/r", "--folder", ""],
+        ["follow", "file:///x/r", "--out", "", "--once"],
+        ["init", "file:///x/r", "--checkpoint", ""],
+        ["maintain", "file:///x/r", "--trusted-keys", ""],
+        ["diff", "", "b", "--out", "d"],
+        ["apply", "a", "d", "--out", ""],
+        ["keygen", ""],
+        ["log", ""],
+    ],
+)
+def test_empty_words(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty word, as an unset variable leaves, is refused: it does not mean this folder."""
+    monkeypatch.chdir(tmp_path)
+    error = Cli("unused").error(2, "setting", *words)
+    assert "is empty" in error["message"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_missing_link(cli: Cli, old: Path, new: Path, newer: Path, tmp_path: Path) -> None:
     """CASES R3, C3: with a manifest missing inside the chain nothing is replayed, nothing is
     published, and `verify` names it."""

@@ -86,6 +86,9 @@ def test_refuse_existing(tmp_path: Path) -> None:
         (errno.ENOENT, Kind.FILE_MISSING),
         (errno.EEXIST, Kind.OUTPUT_EXISTS),
         (errno.EISDIR, Kind.PAYLOAD),
+        (errno.ELOOP, Kind.NAME),
+        (errno.ENAMETOOLONG, Kind.NAME),
+        (errno.ENXIO, Kind.PAYLOAD),
     ],
 )
 def test_system_errors_are_typed(number: int, kind: Kind, tmp_path: Path) -> None:
@@ -102,6 +105,25 @@ def test_a_name_too_long_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError) as caught:
         refuse_existing(tmp_path / ("x" * 300))
     assert caught.value.kind is Kind.NAME
+
+
+def test_a_link_to_itself_is_bad_input(tmp_path: Path) -> None:
+    """A loop of links is named as one: no permission of the path would help."""
+    for name, target in (("here", "there"), ("there", "here")):
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(InvalidInputError, match="symbolic links without end"):
+        read_small(tmp_path / "here")
+    with pytest.raises(InvalidInputError, match="symbolic links without end"):
+        refuse_existing(tmp_path / "here" / "out")
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "\N{SNOWMAN}" * 85])
+def test_the_longest_names_are_written(tmp_path: Path, name: str) -> None:
+    """A name that a file can have is one that an output can have: what is beside it is shorter."""
+    refuse_existing(tmp_path / name)
+    with new_file(tmp_path / name) as handle:
+        handle.write(b"abc")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
