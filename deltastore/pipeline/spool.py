@@ -14,14 +14,14 @@ checks an update's SHA-256 once, when it maps it; a mapped update outlives its n
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import re
-import struct
+import stat
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from deltastore.errors import (
     DeltastoreError,
     FormatError,
     IntegrityError,
-    InvalidInputError,
     Kind,
     StorageError,
 )
@@ -37,6 +36,7 @@ from deltastore.format.canonical import canonical_json, parse_canonical_json
 from deltastore.format.fingerprint import Fingerprint
 from deltastore.format.staged_file import StagedContent, read_staged, staged_parts
 from deltastore.ids import check_name, check_version, is_sha256, new_token
+from deltastore.pipeline.held_lock import is_locked, remove_if_dead
 from deltastore.pipeline.staged import StagedUpdate
 from deltastore.repository.points import ActiveVersion
 
@@ -95,48 +95,6 @@ class Offer:
     trouble: tuple[str, str, str] | None = None
 
 
-class HeldLock:
-    """A lock file that this process holds until it closes it, or dies."""
-
-    def __init__(self, path: Path, *, what: str) -> None:
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
-        except BlockingIOError as err:
-            self.close()
-            raise InvalidInputError(
-                f"{what} is taken: {path} is locked by another process",
-                kind=Kind.LEASE_HELD,
-                hint="one process per name; stop the other one, or use another folder",
-            ) from err
-
-    def close(self) -> None:
-        """Let go."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock. Asks without taking it."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
-    finally:
-        os.close(descriptor)
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-
-
-_FLOCK = struct.Struct("@hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
-
-
-def _flock(kind: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
-
-
 class SpoolFolder:
     """The folder in which one host's stager and ranks meet."""
 
@@ -177,20 +135,20 @@ class SpoolFolder:
     def living_ranks(self) -> dict[str, RankNote]:
         """The notes of the ranks that live; what dead ones left is removed.
 
+        With it goes the dead rank's lock: engines named after their process would leave one each.
         A note that cannot be read (of another release, damaged) is its rank's trouble, no other's:
         it is said once in the log and left out.
         """
         notes: dict[str, RankNote] = {}
-        for path in sorted(self.ranks.glob("*.json"))[: 2 * MAX_RANKS]:
-            rank = path.stem
-            if not _RANK.fullmatch(rank) or not self.rank_lock(rank).exists():
-                continue  # no rank's: it locks its name before it says anything
-            if not is_locked(self.rank_lock(rank)):
-                path.unlink(missing_ok=True)
-                (self.offers / path.name).unlink(missing_ok=True)
+        for lock in sorted(self.ranks.glob("*.lock")):
+            rank = lock.stem
+            if not _RANK.fullmatch(rank) or not _may_be_lock(lock):
+                continue  # no rank's
+            if not is_locked(lock):
+                remove_if_dead(lock, partial(self._forget, rank))
                 continue
             try:
-                row = _read(path)
+                row = _read(self.ranks / f"{rank}.json")
                 note = None if row is None else _note_of(row)
             except DeltastoreError as err:
                 self._say_unread(rank, str(err))
@@ -199,6 +157,14 @@ class SpoolFolder:
             if note is not None and len(notes) < MAX_RANKS:
                 notes[rank] = note
         return notes
+
+    def _forget(self, rank: str) -> None:
+        """Remove what a dead rank said, and what was said to it."""
+        for folder in (self.ranks, self.offers):
+            path = folder / f"{rank}.json"
+            path.unlink(missing_ok=True)
+            _aside(path).unlink(missing_ok=True)
+        self._unread.pop(rank, None)
 
     def _say_unread(self, rank: str, cause: str) -> None:
         if self._unread.get(rank) != cause:
@@ -308,12 +274,27 @@ def _no_room(err: OSError, folder: Path) -> StorageError:
 
 
 def _write_whole(path: Path, row: dict[str, Any]) -> None:
-    part = path.with_name(f".{path.name}.part")
+    part = _aside(path)
     try:
         part.write_bytes(canonical_json(row))
         part.replace(path)
     except OSError as err:
         raise _no_room(err, path.parent) from err
+
+
+def _aside(path: Path) -> Path:
+    """Where a small file is written before it has its name."""
+    return path.with_name(f".{path.name}.part")
+
+
+def _may_be_lock(path: Path) -> bool:
+    """Whether it is empty and this user's: what else has such a name is somebody else's."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    own = stat.S_ISREG(found.st_mode) and os.access(path, os.R_OK | os.W_OK)
+    return own and found.st_size == 0
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -26,9 +26,9 @@ from deltastore.events import discard
 from deltastore.format.staged_file import StagedContent, staged_bytes
 from deltastore.pipeline.body_cache import BodyCache
 from deltastore.pipeline.follower import Follower
+from deltastore.pipeline.held_lock import HeldLock
 from deltastore.pipeline.pace import Pace
 from deltastore.pipeline.spool import (
-    HeldLock,
     Offer,
     RankNote,
     SpooledUpdate,

@@ -20,7 +20,8 @@ from deltastore.errors import (
     StorageError,
     error_of,
 )
-from deltastore.pipeline.spool import HeldLock, RankNote, SpoolFolder, is_locked, map_update
+from deltastore.pipeline.held_lock import HeldLock, is_locked
+from deltastore.pipeline.spool import RankNote, SpoolFolder, map_update
 
 if TYPE_CHECKING:
     from pathlib import Path

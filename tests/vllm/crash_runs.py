@@ -11,8 +11,9 @@ import numpy as np
 
 from deltastore.api import RunHandle
 from deltastore.clock import SystemClock
+from deltastore.pipeline.held_lock import is_locked
 from deltastore.pipeline.host import HostSource
-from deltastore.pipeline.spool import SpoolFolder, is_locked
+from deltastore.pipeline.spool import SpoolFolder
 from tests.vllm.runs import TinyRun, cli
 
 if TYPE_CHECKING:

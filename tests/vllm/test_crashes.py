@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deltastore.clock import SystemClock
-from deltastore.pipeline.spool import SpoolFolder, is_locked
+from deltastore.pipeline.held_lock import is_locked
+from deltastore.pipeline.spool import SpoolFolder
 from deltastore.testing.servers import SeaweedServer
 from tests.vllm.crash_nursery import DiedError, Nursery, RefusedError
 from tests.vllm.crash_runs import (

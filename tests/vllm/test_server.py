@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deltastore.observability.jsonl import read_events
-from deltastore.pipeline.spool import is_locked
+from deltastore.pipeline.held_lock import is_locked
 from tests.vllm.api_server import Answer, ApiServer
 from tests.vllm.kit import tiny_qwen3
 from tests.vllm.runs import TinyRun

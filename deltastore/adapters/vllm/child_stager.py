@@ -14,7 +14,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from deltastore.errors import Kind, StorageError
-from deltastore.pipeline.spool import SpoolFolder, is_locked
+from deltastore.pipeline.held_lock import is_locked
+from deltastore.pipeline.spool import SpoolFolder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,7 +2,8 @@
 
 The follower inside an API server: a thread that drives the server's engine (`safe_point.py`). With
 several API servers on one engine a file lock says which of them leads; the others read what it last
-wrote down, so that the health of each says the same, and take over when it dies.
+wrote down, so that the health of each says the same, and take over when it dies. What others that
+are dead have written, under this name or another, is nobody's word: it is removed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import logging
 import threading
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deltastore.adapters.vllm.version_headers import read_label
 from deltastore.errors import FormatError, InvalidInputError, Kind
 from deltastore.events import both, discard
+from deltastore.pipeline.held_lock import HeldLock, remove_if_dead
 from deltastore.pipeline.safe_point import SafePointDriver, SafePointView
-from deltastore.pipeline.spool import HeldLock
 from deltastore.storage.url import split_run_url
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 STOP_WITHIN_S = 10.0
 MAX_WRITTEN_BYTES = 1 << 20
+WRITTEN, ASIDE = ".json", ".new"
 
 
 class ServerFollowing:
@@ -67,7 +70,7 @@ class ServerFollowing:
         folder = settings.engine.spool_folder() / "servers"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_path = folder / f"{key}.lock"
-        self._written_path = folder / f"{key}.json"
+        self._written_path = folder / f"{key}{WRITTEN}"
         self._stopping = threading.Event()
         self._leads = False
         self._died = ""
@@ -77,20 +80,19 @@ class ServerFollowing:
     @property
     def served(self) -> ServedVersion | None:
         """The version that forward passes use; None before it is known."""
-        return self._driver.view().served if self._leads else read_label(self._read.get("served"))
+        own = self._driver.view().served if self._leads else None
+        return own or read_label(self._read.get("served"))
 
     @property
     def held(self) -> str:
         """Why the engine is out of rotation; empty when it is not."""
-        return self._died or (
-            self._driver.view().held if self._leads else str(self._read.get("held", ""))
-        )
+        own = self._driver.view().held if self._leads else ""
+        return self._died or own or str(self._read.get("held", ""))
 
     def document(self) -> dict[str, Any]:
         """What `GET /deltastore/status` answers."""
-        shown = _document(self._driver.view()) if self._leads else dict(self._read)
-        shown |= {"run": self._run_name, "leads": self._leads, "held": self.held}
-        return shown
+        shown = _document(self._driver.view()) | self._read
+        return shown | {"run": self._run_name, "leads": self._leads, "held": self.held}
 
     def start(self) -> None:
         """Begin, in the background."""
@@ -117,6 +119,7 @@ class ServerFollowing:
 
     def _await_lead(self) -> HeldLock | None:
         """The lock, once no other API server of this engine holds it; None when told to stop."""
+        self._remove_dead()
         while not self._stopping.is_set():
             try:
                 return HeldLock(self._lock_path, what="the lead of this engine's API servers")
@@ -133,14 +136,20 @@ class ServerFollowing:
         written: dict[str, Any] = {}
         while not self._stopping.is_set():
             self._driver.turn()
+            self._read = {}  # of who led before: until now nothing newer was known
             shown = _document(self._driver.view())
             if shown != written:
                 self._write(shown)
                 written = shown
             self._clock.wait(self._stopping, self._look_s)
 
+    def _remove_dead(self) -> None:
+        """What API servers have left of whom none lives, those of this one's name too."""
+        for lock in self._lock_path.parent.glob("*.lock"):
+            remove_if_dead(lock, partial(_remove_written, lock))
+
     def _write(self, shown: dict[str, Any]) -> None:
-        aside = self._written_path.with_suffix(".new")
+        aside = self._written_path.with_suffix(ASIDE)
         try:
             aside.write_text(json.dumps(shown), encoding="utf-8")
             aside.replace(self._written_path)
@@ -174,6 +183,11 @@ def _document(view: SafePointView) -> dict[str, Any]:
             for rank in view.ranks
         ],
     }
+
+
+def _remove_written(lock: Path) -> None:
+    for suffix in (WRITTEN, ASIDE):
+        lock.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _read_written(path: Path) -> dict[str, Any]:

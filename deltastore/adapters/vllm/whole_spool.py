@@ -7,10 +7,12 @@ once all have mapped it; what a killed engine left is removed by the next engine
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deltastore.errors import InvalidInputError, Kind
-from deltastore.pipeline.spool import HeldLock, SpooledUpdate, SpoolFolder, is_locked, map_update
+from deltastore.pipeline.held_lock import HeldLock, remove_if_dead
+from deltastore.pipeline.spool import SpooledUpdate, SpoolFolder, map_update
 from deltastore.pipeline.staged import StagedUpdate
 
 if TYPE_CHECKING:
@@ -34,10 +36,11 @@ class WholeSpool:
         parent = folder / "whole"
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = HeldLock(parent / f"{engine}.lock", what=f"the engine name {engine!r}")
-        for path in parent.iterdir():
-            if path.is_dir() and not is_locked(parent / f"{path.name}.lock"):
-                shutil.rmtree(path)
         self._path = parent / engine
+        # Of engines named after their process nobody has the name again: locks go, too.
+        left = {path.name for path in parent.iterdir() if path.is_dir()}
+        for name in left | {lock.stem for lock in parent.glob("*.lock")}:
+            remove_if_dead(parent / f"{name}.lock", partial(_remove_folder, parent / name))
         shutil.rmtree(self._path, ignore_errors=True)
 
     def lay(self, layout: Layout, state: BitState, point: ActiveVersion) -> SpooledUpdate:
@@ -53,6 +56,11 @@ class WholeSpool:
         """Remove what was laid, and let go of the name."""
         self.clear()
         self._lock.close()
+
+
+def _remove_folder(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
 
 
 def map_whole(spooled: SpooledUpdate, layout: Layout) -> BitState:

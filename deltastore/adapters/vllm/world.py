@@ -13,7 +13,8 @@ from deltastore.adapters.vllm.rendezvous import meet
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.ids import new_token
 from deltastore.pipeline.group import SoloGroup
-from deltastore.pipeline.spool import HeldLock, SpoolFolder
+from deltastore.pipeline.held_lock import HeldLock
+from deltastore.pipeline.spool import SpoolFolder
 
 if TYPE_CHECKING:
     from pathlib import Path

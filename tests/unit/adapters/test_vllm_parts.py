@@ -25,7 +25,8 @@ from deltastore.errors import ApplyError, FormatError, InvalidInputError, Kind
 from deltastore.format.fingerprint import Fingerprint
 from deltastore.format.key_files import trusted_line
 from deltastore.format.signing import MaySign, SigningKey
-from deltastore.pipeline.spool import SpooledUpdate, SpoolFolder, is_locked
+from deltastore.pipeline.held_lock import is_locked
+from deltastore.pipeline.spool import SpooledUpdate, SpoolFolder
 from deltastore.repository.points import ActiveVersion
 from deltastore.storage.fs import FileStore
 from tests.unit.pipeline.harness import RUN, World

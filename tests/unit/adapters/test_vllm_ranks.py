@@ -416,8 +416,9 @@ def test_an_engines_name_is_its_own(tmp_path):
     assert caught.value.kind is Kind.LEASE_HELD
     left = tmp_path / "whole" / "dead" / "updates"
     left.mkdir(parents=True)
+    (tmp_path / "whole" / "dead.lock").touch()
     other = WholeSpool(tmp_path, "f")
-    assert not left.exists()
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"e.lock", "f.lock"}
     first.close()
     WholeSpool(tmp_path, "e").close()
     other.close()

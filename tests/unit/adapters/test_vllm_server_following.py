@@ -76,6 +76,15 @@ def test_one_of_two_servers_leads_and_the_other_takes_over(tmp_path: Path) -> No
         eventually(lambda: bool(second.held))
         assert second.held == first.held
         assert not second.document()["leads"]
+        seen: list[str] = []
+        initialise = engine.initialise
+
+        def initialised() -> None:
+            seen.append(second.held if second.document()["leads"] else "")
+            initialise()
+
+        engine.initialise = initialised  # type: ignore[method-assign]
+        held = second.held
         first.stop()
         engine.faults = []
         eventually(lambda: second.document()["leads"] and second.served == served(2))
@@ -83,7 +92,30 @@ def test_one_of_two_servers_leads_and_the_other_takes_over(tmp_path: Path) -> No
     finally:
         first.stop()
         second.stop()
+    assert held in seen  # until it knows better than who led before
     assert engine.wrong == []
+
+
+def test_a_server_that_watches_says_as_much_as_one_that_leads(tmp_path: Path) -> None:
+    """What is asked for is there from the start, before a leader has written anything; what dead
+    servers wrote is not read, but removed."""
+    engine = ScriptedEngine()
+    first = following(tmp_path, engine)
+    shown = first.document()
+    assert (shown["served"], shown["held"], shown["ranks"]) == (None, "", [])
+    first.start()
+    eventually(lambda: any((tmp_path / "servers").glob("*.json")) and first.served is not None)
+    assert first.document().keys() == shown.keys()
+    first.stop()
+    (left,) = (tmp_path / "servers").glob("*.json")
+    left.with_suffix(".new").write_text("{")
+    second = ServerFollowing(engine, settings(tmp_path), SystemClock(), server="another")
+    second.start()
+    eventually(lambda: second.served == served(1))
+    second.stop()
+    assert left.with_suffix(".lock") not in (tmp_path / "servers").iterdir()
+    assert {path.suffix for path in (tmp_path / "servers").iterdir()} <= {".lock", ".json"}
+    assert len({path.stem for path in (tmp_path / "servers").iterdir()}) == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

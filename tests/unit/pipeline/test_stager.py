@@ -13,8 +13,9 @@ from deltastore.errors import IntegrityError, InvalidInputError, Kind, StorageEr
 from deltastore.pipeline.applier import Applier
 from deltastore.pipeline.body_cache import BodyCache
 from deltastore.pipeline.follower import Follower
+from deltastore.pipeline.held_lock import is_locked
 from deltastore.pipeline.host import HostTarget
-from deltastore.pipeline.spool import SpoolFolder, is_locked, map_update
+from deltastore.pipeline.spool import SpoolFolder, map_update
 from deltastore.pipeline.staged import StagedUpdate, join_updates
 from deltastore.pipeline.stager import Stager
 from deltastore.pipeline.stager_rank import StagedFeed
@@ -160,7 +161,7 @@ def test_rank_that_rolled_back_gets_its_update_again(world, folder, stager):
 
 
 def test_dead_rank_leaves_nothing(world, folder, stager):
-    """When a rank's lock is let go of, its update, its note and its offer are removed."""
+    """When a rank's lock is let go of, its update, its note, its offer and the lock are removed."""
     publisher = world.publisher()
     publisher.close()
     rank = Rank(world, folder, "r0")
@@ -169,9 +170,8 @@ def test_dead_rank_leaves_nothing(world, folder, stager):
     rank.feed._held.close()
     _turns(world, stager, 1)
     assert stager.spool_bytes == 0
-    for place in (stager.folder.updates, stager.folder.offers):
+    for place in (stager.folder.updates, stager.folder.offers, stager.folder.ranks):
         assert list(place.iterdir()) == []
-    assert list(stager.folder.ranks.glob("*.json")) == []
 
 
 def test_dead_stager_leaves_no_more_than_the_bound(world, folder):
@@ -363,6 +363,7 @@ def test_what_is_not_the_spools_stays(world, folder):
         folder / "offers" / "job.json",
         folder / "ranks" / "results.json",
         folder / "ranks" / "my results.json",
+        folder / "ranks" / "results.lock",
         folder / "offers" / "...json",
     ]
     for path in theirs:
