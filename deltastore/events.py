@@ -62,7 +62,8 @@ class StageFinished(Event):
 
     `stage` is capture (reading and comparing the source), encode (summed over threads), upload
     (first put to last confirmed body), commit (manifest and hint), copy (bodies a region took from
-    home) or catch_up (a region began again at an anchor). `parts` are the objects it handled.
+    home), catch_up (a region began again at an anchor) or replay (a version was rebuilt from the
+    bucket). `parts` are the objects it handled.
     """
 
     region: str
@@ -97,7 +98,8 @@ class RegionFailed(Event):
 class VersionStaged(Event):
     """An actor holds a verified, decoded version that is not active yet.
 
-    `stage_s` covers fetch, verification and decoding.
+    `stage_s` covers fetch, verification and decoding; `region` is the one it was fetched from, in
+    `parts` objects. (Lines that older releases wrote say neither.)
     """
 
     actor: str
@@ -105,6 +107,8 @@ class VersionStaged(Event):
     size_bytes: int
     nnz: int
     stage_s: float
+    region: str = ""
+    parts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import os
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -23,8 +22,8 @@ from deltastore.errors import DeltastoreError, InvalidInputError, Kind
 from deltastore.events import both
 from deltastore.observability.jsonl import JsonlSink
 from deltastore.repository.run import open_run
+from deltastore.storage.observed import open_observed
 from deltastore.storage.transfer import DEFAULT_STREAMS
-from deltastore.storage.url import open_store
 from workers.config import load_config
 from workers.run_folder import RunFolder
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.observability.metrics import Metrics
     from deltastore.repository.run import Run
-    from deltastore.storage.retry import OnRetry
     from deltastore.storage.store import ObjectStore
     from workers.config import RegionConfig, WorkerConfig
 
@@ -89,12 +87,9 @@ def open_premises(config: WorkerConfig, worker: str) -> Iterator[Premises]:
             sink = both(sink, metrics)
         regions = {}
         for region in config.regions:
-            on_retry = None if metrics is None else partial(metrics.retried, region.name)
-            store = _open_store(region, clock, on_retry)
+            store = _open_store(region, clock, metrics)
             stack.callback(store.close)
-            if metrics is not None:
-                store = metrics.metered(store, region.name, clock)
-            regions[region.name] = open_run(store, config.run)
+            regions[region.name] = open_run(store, config.run, region=region.name)
         yield Premises(config, regions, folder, clock, sink)
 
 
@@ -172,17 +167,18 @@ def _serve_metrics(config: WorkerConfig, stack: ExitStack) -> Metrics | None:
     return metrics
 
 
-def _open_store(region: RegionConfig, clock: Clock, on_retry: OnRetry | None) -> ObjectStore:
-    return open_store(
+def _open_store(region: RegionConfig, clock: Clock, metrics: Metrics | None) -> ObjectStore:
+    return open_observed(
         region.url,
+        metrics,
+        region.name,
+        clock=clock,
         endpoint_url=region.endpoint_url,
         region=region.region,
         profile=region.profile,
         access_key=_secret(region.access_key_env),
         secret_key=_secret(region.secret_key_env),
         streams=region.streams or DEFAULT_STREAMS,
-        clock=clock,
-        on_retry=on_retry,
     )
 
 

@@ -5,8 +5,9 @@ A line is one JSON object: `at_ms` (wall clock, for people and for ordering acro
 string "NaN", "Infinity" or "-Infinity", so that every line is JSON for every reader.
 
 Writers MUST append whole lines with one write each. Readers MUST tolerate a last line without its
-newline (the writer is at it, or was killed in it) and kinds of events they do not know (the writer
-is newer); anything else that does not parse is a FormatError.
+newline (the writer is at it, or was killed in it), kinds of events they do not know (the writer is
+newer) and the absence of fields that have a default (it is older); anything else that does not
+parse is a FormatError.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import math
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
@@ -188,8 +189,9 @@ def decode_line(line: bytes) -> StampedEvent | None:
     if hints is None:
         return None
     event_type, types = hints
-    if fields.keys() != types.keys():
-        wrong = ", ".join(sorted(fields.keys() ^ types.keys()))
+    wanted = {part.name for part in dataclasses.fields(event_type) if part.default is MISSING}
+    if not wanted <= fields.keys() <= types.keys():
+        wrong = ", ".join(sorted((wanted - fields.keys()) | (fields.keys() - types.keys())))
         raise FormatError(f"event {name} has missing or unknown fields: {wrong}", kind=Kind.FIELD)
     values = {key: _typed(value, types[key], f"{name}.{key}") for key, value in fields.items()}
     return StampedEvent(at_ms, event_type(**values))

@@ -1,9 +1,9 @@
 """A transfer that slows down for days is seen by nobody without numbers: these are for Prometheus.
 
 `Metrics` is an EventSink: it folds events into counters, gauges and histograms of a registry of its
-own, so that two runs in one process do not mix. `MeteredStore` wraps a region's store and counts
-what passes it. `docs/metrics.md` names every metric. Labels are regions, stages, operations and
-kinds: never keys, versions or actors, whose number has no limit.
+own, so that two runs in one process do not mix. It is a StoreObserver too: a region's store that is
+opened with it (`storage/observed.py`) is counted. `docs/metrics.md` names every metric. Labels are
+regions, stages, operations and kinds: never keys, versions or actors, whose number has no limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prometheus_client import (
     start_http_server,
 )
 
-from deltastore.errors import DeltastoreError, InvalidInputError, Kind
+from deltastore.errors import InvalidInputError, Kind
 from deltastore.events import (
     ActivationFailed,
     ActorJoined,
@@ -38,25 +38,16 @@ from deltastore.events import (
     VersionPublished,
     VersionStaged,
 )
-from deltastore.storage.wrapper import StoreWrapper
+from deltastore.storage.observed import ObservedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
-    from typing import TypeVar
 
     from deltastore.clock import Clock
+    from deltastore.errors import DeltastoreError
     from deltastore.events import Event
-    from deltastore.storage.store import (
-        Body,
-        ByteRange,
-        ObjectInfo,
-        ObjectStore,
-        PutMode,
-        PutOutcome,
-    )
-
-    T = TypeVar("T")
+    from deltastore.storage.store import ObjectStore
+    from deltastore.storage.store_use import StoreUse
 
 # From a request in a data centre to a checkpoint over a bad line.
 SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -89,8 +80,10 @@ class Metrics:
         self._region_version = self._gauge("region_version", "newest it holds", ["region"])
         self._region_lag = self._histogram("region_lag_seconds", "behind home", ["region"])
         self._region_failed = self._counter("region_failures", "by kind", ["region", "kind"])
-        self._staged_seconds = self._histogram("actor_stage_seconds", "fetch to decoded", [])
-        self._staged_bytes = self._counter("actor_staged_bytes", "bytes fetched", [])
+        at = ["region"]
+        self._staged_seconds = self._histogram("actor_stage_seconds", "fetch to decoded", at)
+        self._staged_bytes = self._counter("actor_staged_bytes", "bytes fetched", at)
+        self._staged_parts = self._counter("actor_staged_parts", "objects fetched", at)
         self._activated = self._counter("activations", "of versions", [])
         self._pause = self._histogram("write_pause_seconds", "no forward pass", [], PAUSE_SECONDS)
         self._activation_failed = self._counter("activation_failures", "by kind", ["kind"])
@@ -112,10 +105,10 @@ class Metrics:
         self._ratio_max = self._gauge("importance_ratio_max", "before truncation", [])
         self._mismatch = self._gauge("mismatch_kl", "per token of zero lag", [])
         labels = ["region", "op"]
-        self.requests = self._counter("store_requests", "calls of a store", [*labels, "outcome"])
-        self.request_seconds = self._histogram("store_request_seconds", "calls", labels)
-        self.sent_bytes = self._counter("store_sent_bytes", "bodies put", ["region"])
-        self.received_bytes = self._counter("store_received_bytes", "bodies got", ["region"])
+        self._requests = self._counter("store_requests", "calls of a store", [*labels, "outcome"])
+        self._request_seconds = self._histogram("store_request_seconds", "calls", labels)
+        self._sent_bytes = self._counter("store_sent_bytes", "bodies put", ["region"])
+        self._received_bytes = self._counter("store_received_bytes", "bodies got", ["region"])
         self._retries = self._counter("store_retries", "requests repeated", ["region", "cause"])
 
     def __call__(self, event: Event) -> None:
@@ -136,8 +129,9 @@ class Metrics:
             case RegionFailed():
                 self._region_failed.labels(self._run, event.region, event.kind).inc()
             case VersionStaged():
-                self._staged_seconds.labels(self._run).observe(event.stage_s)
-                self._staged_bytes.labels(self._run).inc(event.size_bytes)
+                self._staged_seconds.labels(self._run, event.region).observe(event.stage_s)
+                self._staged_bytes.labels(self._run, event.region).inc(event.size_bytes)
+                self._staged_parts.labels(self._run, event.region).inc(event.parts)
             case VersionActivated():
                 self._activated.labels(self._run).inc()
                 self._pause.labels(self._run).observe(event.write_pause_s)
@@ -176,13 +170,33 @@ class Metrics:
             if math.isfinite(value):
                 gauge.labels(self._run).set(value)
 
+    def called(self, region: str, op: str, outcome: str, seconds: float) -> None:
+        """A call of a region's store has ended; see StoreObserver."""
+        self._requests.labels(self._run, region, op, outcome).inc()
+        self._request_seconds.labels(self._run, region, op).observe(seconds)
+
+    def moved(self, region: str, *, sent_bytes: int = 0, received_bytes: int = 0) -> None:
+        """A body has passed a region's store."""
+        if sent_bytes:
+            self._sent_bytes.labels(self._run, region).inc(sent_bytes)
+        if received_bytes:
+            self._received_bytes.labels(self._run, region).inc(received_bytes)
+
     def retried(self, region: str, err: DeltastoreError) -> None:
         """A request to a region's store is made again because of `err`."""
         self._retries.labels(self._run, region, err.kind.value).inc()
 
-    def metered(self, store: ObjectStore, region: str, clock: Clock) -> MeteredStore:
-        """A region's store whose calls are counted here."""
-        return MeteredStore(store, self, run=self._run, region=region, clock=clock)
+    def used(self, use: StoreUse) -> None:
+        """What another process counted of its store since it was asked last."""
+        for (op, outcome), calls in use.requests.items():
+            self._requests.labels(self._run, use.region, op, outcome).inc(calls)
+        for cause, times in use.retries.items():
+            self._retries.labels(self._run, use.region, cause).inc(times)
+        self.moved(use.region, sent_bytes=use.sent_bytes, received_bytes=use.received_bytes)
+
+    def metered(self, store: ObjectStore, region: str, clock: Clock) -> ObservedStore:
+        """A store that is open already, counted here; its retries are `retried`'s to count."""
+        return ObservedStore(store, self, region=region, clock=clock)
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -216,56 +230,6 @@ class Metrics:
     ) -> Histogram:
         full = f"deltastore_{name}"
         return Histogram(full, text, ["run", *labels], registry=self.registry, buckets=buckets)
-
-
-class MeteredStore(StoreWrapper):
-    """A store whose calls, bytes and seconds are counted per region; failures by kind."""
-
-    def __init__(
-        self, inner: ObjectStore, metrics: Metrics, *, run: str, region: str, clock: Clock
-    ) -> None:
-        super().__init__(inner)
-        self._metrics = metrics
-        self._run = run
-        self._region = region
-        self._clock = clock
-
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
-        """A counted put."""
-        outcome = self._call("put", lambda: self.inner.put(key, body, mode=mode))
-        self._metrics.sent_bytes.labels(self._run, self._region).inc(memoryview(body).nbytes)
-        return outcome
-
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        """A counted get."""
-        body = self._call("get", lambda: self.inner.get(key, byte_range))
-        self._metrics.received_bytes.labels(self._run, self._region).inc(len(body))
-        return body
-
-    def head(self, key: str) -> ObjectInfo:
-        """A counted head."""
-        return self._call("head", lambda: self.inner.head(key))
-
-    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        """A counted listing, one however many pages it has."""
-        return self._call("list", lambda: self.inner.list(prefix, start_after=start_after))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """A counted deletion, one however many keys it has."""
-        self._call("delete", lambda: self.inner.delete(keys))
-
-    def _call(self, op: str, call: Callable[[], T]) -> T:
-        started_s = self._clock.monotonic_s()
-        outcome = "ok"
-        try:
-            return call()
-        except DeltastoreError as err:
-            outcome = err.kind.value
-            raise
-        finally:
-            seconds = self._clock.monotonic_s() - started_s
-            self._metrics.requests.labels(self._run, self._region, op, outcome).inc()
-            self._metrics.request_seconds.labels(self._run, self._region, op).observe(seconds)
 
 
 class MetricsServer:

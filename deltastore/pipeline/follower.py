@@ -289,6 +289,8 @@ class Follower:
                 size_bytes=size_bytes,
                 nnz=update.nnz,
                 stage_s=seconds,
+                region=self._run.region,
+                parts=step.parts,
             )
         )
         return update

@@ -55,6 +55,7 @@ class JoinReport:
         links: deltas applied.
         composites: composites applied.
         plans: ways tried; more than one when something was gone or damaged.
+        parts: objects with weights that were applied.
     """
 
     via: str
@@ -63,6 +64,7 @@ class JoinReport:
     seconds: float
     composites: int = 0
     plans: int = 1
+    parts: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +166,7 @@ class _Journey:
             seconds=seconds,
             composites=kinds[last_start:].count("composite"),
             plans=self._plans,
+            parts=sum(step.parts for step in self._taken),
         )
 
     def _plan(self) -> Way:

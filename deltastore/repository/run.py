@@ -43,12 +43,17 @@ HASH_CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as one region's bucket holds it."""
+    """One run as one region's bucket holds it.
+
+    Args:
+        region: what events and metrics call that region.
+    """
 
     store: ObjectStore
     keys: RunKeys
     record: RunRecord
     layout: Layout
+    region: str = ""
 
     @property
     def name(self) -> str:
@@ -69,8 +74,11 @@ class CheckpointFile:
     path: Path
 
 
-def open_run(store: ObjectStore, name: str) -> Run:
+def open_run(store: ObjectStore, name: str, *, region: str | None = None) -> Run:
     """Open an existing run.
+
+    Args:
+        region: what events shall call the region of this bucket; None: it is home.
 
     Raises NotFoundError(run_missing) when the store has none of that name, IntegrityError
     (broken_chain, layout_mismatch) when what lies there is not of it, and whatever the store says
@@ -95,7 +103,7 @@ def open_run(store: ObjectStore, name: str) -> Run:
             key=layout_key,
             hint="restore the object from another region",
         )
-    return Run(store, keys, record, layout)
+    return Run(store, keys, record, layout, region or record.home)
 
 
 def create_run(
@@ -148,7 +156,7 @@ def create_run(
         manifest = _finish(home, keys, record, layout, files, fingerprint, step, signer)
     for store in (regions or {}).values():
         _copy_version_zero(store, keys, record, layout, files, manifest)
-    return Run(home, keys, record, layout)
+    return Run(home, keys, record, layout, record.home)
 
 
 def _finish(

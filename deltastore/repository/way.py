@@ -15,6 +15,7 @@ from deltastore.errors import FormatError, IntegrityError, Kind, NotFoundError
 from deltastore.format.manifest import VersionKind, VersionManifest
 from deltastore.format.shortcut import AnchorManifest, CompositeManifest, Point
 from deltastore.repository.floor import read_floor
+from deltastore.repository.full import WEIGHTS_SUFFIX
 from deltastore.repository.history import walk_down
 from deltastore.repository.points import ActiveVersion
 from deltastore.repository.shortcuts import (
@@ -84,6 +85,17 @@ class Step:
         if self.shortcut is not None:
             return self.shortcut.core.size_bytes
         return self.target.core.delta_bytes
+
+    @property
+    def parts(self) -> int:
+        """Objects to fetch: segments, or files with weights."""
+        if isinstance(self.shortcut, CompositeManifest):
+            return len(self.shortcut.core.segments)
+        if self.shortcut is None:
+            files, segments = self.target.core.files, self.target.core.segments
+        else:
+            files, segments = self.shortcut.core.files, ()
+        return len(segments) + sum(file.name.endswith(WEIGHTS_SUFFIX) for file in files)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from deltastore.storage.s3_client import ConnectionSource
 from deltastore.storage.s3_probe import S3Probe
 from deltastore.storage.s3_reader import S3Reader
 from deltastore.storage.s3_uploads import LiveUploads, S3Uploads
-from deltastore.storage.s3_writer import S3Writer
+from deltastore.storage.s3_writer import OnPart, S3Writer
 from deltastore.storage.store import Body, ByteRange, ObjectInfo, PutMode, PutOutcome
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class S3Store:
         settings: the bucket and how to use it.
         jitter: random numbers in [0, 1) that spread retries out.
         on_retry: told of the error each time a request is made again.
+        on_part: told the bytes of every part of a large body that has arrived.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class S3Store:
         clock: Clock | None = None,
         jitter: Jitter | None = None,
         on_retry: OnRetry | None = None,
+        on_part: OnPart | None = None,
     ) -> None:
         self._settings = settings
         self._source = ConnectionSource(settings)
@@ -60,7 +62,7 @@ class S3Store:
         self._calls = S3Calls(settings, self._source, retrier, Switch(settings.checksums))
         self._reader = S3Reader(self._calls)
         live = LiveUploads()
-        self._writer = S3Writer(self._calls, self._reader, live)
+        self._writer = S3Writer(self._calls, self._reader, live, on_part)
         self._uploads = S3Uploads(self._calls, live)
 
     def __repr__(self) -> str:

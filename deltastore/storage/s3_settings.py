@@ -16,6 +16,7 @@ from deltastore.storage.rules import check_key
 
 AddressingStyle = Literal["auto", "path", "virtual"]
 
+MAX_CONNECTIONS = 64
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,253}")
 
 
@@ -38,7 +39,7 @@ class S3Settings:
     """Parts of one object in flight: one TCP stream does not fill a long link."""
     part_bytes: int = 8 * MIB
     """Larger bodies go in parts. Raise it where requests cost more than latency."""
-    max_connections: int = 64
+    max_connections: int = MAX_CONNECTIONS
     """Requests in flight over all threads; more wait for their turn (S10)."""
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0

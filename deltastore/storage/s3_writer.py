@@ -12,7 +12,7 @@ atomic (PROVIDERS.md), so what decides anything must be smaller than `part_bytes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from deltastore.errors import DeltastoreError, Kind, StorageError
 from deltastore.storage.parts import PartPlan, plan_upload, run_parts
@@ -30,10 +30,15 @@ from deltastore.storage.s3_reader import S3Reader
 from deltastore.storage.store import Body, PutMode, PutOutcome
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
     from deltastore.storage.s3_calls import S3Calls
     from deltastore.storage.s3_uploads import LiveUploads
+
+OnPart: TypeAlias = "Callable[[int], None]"
+"""Told, on many threads, the bytes of every part of a large body that the store has taken."""
 
 _UPLOADS = 3  # each sends the whole body
 
@@ -49,6 +54,7 @@ class S3Writer:
     calls: S3Calls
     reader: S3Reader
     live: LiveUploads
+    on_part: OnPart | None = None
 
     def put(self, key: str, body: Body, mode: PutMode) -> PutOutcome:
         """Store `body` under `key`."""
@@ -161,6 +167,8 @@ class S3Writer:
             sent[index] = {"ETag": tag, "PartNumber": index + 1}
             if checksum:
                 sent[index]["ChecksumCRC32"] = checksum["ChecksumCRC32"]
+            if self.on_part is not None:
+                self.on_part(part.size_bytes)
 
         pool = calls.connection(upload.key).pool
         run_parts(pool, upload.plan.parts, send, window=settings.streams)

@@ -14,11 +14,12 @@ from deltastore.storage.fs import FileStore
 from deltastore.storage.fsspec_store import FsspecStore
 from deltastore.storage.parts import MIB
 from deltastore.storage.s3 import S3Store
-from deltastore.storage.s3_settings import S3Settings
+from deltastore.storage.s3_settings import MAX_CONNECTIONS, S3Settings
 
 if TYPE_CHECKING:
     from deltastore.clock import Clock
     from deltastore.storage.retry import OnRetry
+    from deltastore.storage.s3_writer import OnPart
     from deltastore.storage.store import ObjectStore
 
 _USE = "use s3://bucket/prefix or file:///folder"
@@ -38,6 +39,7 @@ def open_store(
     checksums: bool = False,
     clock: Clock | None = None,
     on_retry: OnRetry | None = None,
+    on_part: OnPart | None = None,
 ) -> ObjectStore:
     """The store at `url`: `s3://bucket/prefix`, `file:///folder`, or any other fsspec URL.
 
@@ -56,11 +58,13 @@ def open_store(
                 secret_key=secret_key,
                 session_token=session_token,
                 streams=streams,
+                max_connections=max(MAX_CONNECTIONS, streams),
                 part_bytes=part_bytes,
                 checksums=checksums,
             ),
             clock=clock,
             on_retry=on_retry,
+            on_part=on_part,
         )
     if parts.scheme == "file":
         return FileStore(_folder(url, parts))

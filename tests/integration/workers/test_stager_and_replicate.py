@@ -244,7 +244,7 @@ def test_metrics_are_served_where_the_file_says(site):
         text = answer.read().decode()
     feed.stop()
     assert _end(stager) == ExitCode.OK
-    assert f'deltastore_actor_stage_seconds_count{{run="{RUN}"}} 3.0' in text
+    assert f'deltastore_actor_stage_seconds_count{{region="home",run="{RUN}"}} 3.0' in text
     assert 'deltastore_store_requests_total{op="get",outcome="ok",region="home"' in text
 
 

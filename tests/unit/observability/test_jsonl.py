@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deltastore import events
 from deltastore.errors import FormatError, Kind
-from deltastore.events import ActorJoined, Event, ResultSettled
+from deltastore.events import ActorJoined, Event, ResultSettled, VersionStaged
 from deltastore.observability.jsonl import (
     EventTail,
     JsonlSink,
@@ -159,6 +159,16 @@ def test_a_closed_sink_takes_no_more(tmp_path: Path) -> None:
     sink.close()
     sink(ActorJoined("a", 1, "local", 0, 0.5))
     assert read_events(tmp_path / "e.jsonl") == []
+
+
+def test_lines_of_an_older_writer_are_read(tmp_path: Path) -> None:
+    """A field that came later has its default; one that nobody knows is still an error."""
+    old = b'"event":"VersionStaged","actor":"a","version":1,"size_bytes":2,"nnz":3,"stage_s":0.5}'
+    assert decode_line(b'{"at_ms":1,' + old) == StampedEvent(1, VersionStaged("a", 1, 2, 3, 0.5))
+    with pytest.raises(FormatError, match="colour"):
+        decode_line(b'{"at_ms":1,"colour":"red",' + old)
+    with pytest.raises(FormatError, match="fields: nnz"):
+        decode_line(b'{"at_ms":1,' + old.replace(b'"nnz":3,', b""))
 
 
 def test_a_missing_file_has_no_events(tmp_path: Path) -> None:

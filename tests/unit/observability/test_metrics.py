@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.request
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.coordination.records import Settled
-from deltastore.errors import InvalidInputError, Kind, NotFoundError, StorageError
+from deltastore.errors import FormatError, InvalidInputError, Kind, NotFoundError, StorageError
 from deltastore.events import (
     EngineHeld,
     EngineReleased,
@@ -23,7 +24,10 @@ from deltastore.observability.metrics import Metrics, MetricsServer
 from deltastore.pipeline.replicator import Region
 from deltastore.repository.run import open_run
 from deltastore.storage.memory import MemoryStore
+from deltastore.storage.observed import ObservedStore
 from deltastore.storage.store import PutMode
+from deltastore.storage.store_use import StoreUse, UseCounter
+from deltastore.storage.wrapper import StoreWrapper
 from deltastore.testing.clock import FakeClock
 from deltastore.testing.faults import LatencyStore, unavailable
 from tests.unit.pipeline.harness import RUN, World
@@ -65,7 +69,9 @@ def test_a_run_in_numbers(tmp_path, metrics):
     assert _value(metrics, "region_lag_seconds_count", region="far") == 4
     assert _value(metrics, "activations_total") == 1
     assert _value(metrics, "active_version") == 4
-    assert _value(metrics, "actor_staged_bytes_total") == delta_bytes
+    assert _value(metrics, "actor_staged_bytes_total", region="home") == delta_bytes
+    assert _value(metrics, "actor_staged_parts_total", region="home") == parts
+    assert _value(metrics, "actor_stage_seconds_count", region="home") == 4
 
 
 class _Fold(list):
@@ -117,10 +123,74 @@ def test_store_calls_by_outcome(metrics):
     store.delete(["a"])
     for op, outcome in [("put", "ok"), ("get", "ok"), ("head", "object_missing"), ("list", "ok")]:
         assert _value(metrics, "store_requests_total", region="far", op=op, outcome=outcome) == 1
+    missing = {"region": "far", "op": "list", "outcome": "bucket_missing"}
+    assert _value(metrics, "store_requests_total", **missing) is None
+    gone = metrics.metered(_Gone(MemoryStore()), "far", clock)
+    with pytest.raises(NotFoundError):
+        list(gone.list(""))
+    assert _value(metrics, "store_requests_total", **missing) == 1
     assert _value(metrics, "store_sent_bytes_total", region="far") == 5
     assert _value(metrics, "store_received_bytes_total", region="far") == 5
     seconds = _value(metrics, "store_request_seconds_sum", region="far", op="put")
     assert seconds == pytest.approx(0.3)
+
+
+class _Gone(StoreWrapper):
+    """A bucket that is found missing when the first page of a listing is asked for."""
+
+    def list(self, prefix, *, start_after=None):
+        """Fails late, as a generator does."""
+        raise NotFoundError("no such bucket", kind=Kind.BUCKET_MISSING)
+        yield
+
+
+def test_counts_of_another_process_are_added_up(metrics):
+    """What a stager counts shows in a server's metrics once, whoever reads the counts how often."""
+    stager, before = UseCounter("far"), None
+    store = ObservedStore(MemoryStore(), stager, region="far", clock=FakeClock())
+    for number in range(3):
+        store.put(f"k{number}", b"12345", mode=PutMode.CREATE)
+        store.get(f"k{number}")
+        stager.retried("far", unavailable())
+        now = StoreUse.parse(json.loads(json.dumps(stager.row())))
+        for _ in range(2):
+            metrics.used(now.since(before))
+            before = now
+    again = UseCounter("far")  # a stager that was started anew counts from nothing
+    again.moved("far", received_bytes=7)
+    metrics.used(StoreUse.parse(again.row()).since(before))
+    for op in ("put", "get"):
+        assert _value(metrics, "store_requests_total", region="far", op=op, outcome="ok") == 3
+    assert _value(metrics, "store_sent_bytes_total", region="far") == 15
+    assert _value(metrics, "store_received_bytes_total", region="far") == 15 + 7
+    assert _value(metrics, "store_retries_total", region="far", cause="unavailable") == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"counter": "../x"},
+        {"region": ""},
+        {"requests": [["get", "ok", -1]]},
+        {"requests": [["get", "made up", 1]]},
+        {"requests": [["steal", "ok", 1]]},
+        {"requests": [["get", "ok"]]},
+        {"requests": {}},
+        {"retries": [["ok"]]},
+        {"retries": [[["ok"], 1]]},
+        {"sent_bytes": True},
+        {"received_bytes": 1.5},
+        {"received_bytes": None},
+    ],
+)
+def test_counts_are_parsed_not_trusted(change):
+    """What another process says can neither break a server nor make labels without end."""
+    row = UseCounter("far").row()
+    StoreUse.parse(row)
+    for wrong in ({**row, **change}, [row], None):
+        with pytest.raises(FormatError, match="does not say how a store was used") as err:
+            StoreUse.parse(wrong)
+        assert err.value.kind is Kind.FIELD
 
 
 def test_retries_by_cause(metrics):
