@@ -9,6 +9,7 @@ is one writer at a time: it holds a lock on `<out>/.lock` that ends with its pro
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +20,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltastore.adapters.safetensors_write import write_checkpoint
-from deltastore.errors import ConflictError, InvalidInputError, Kind, LeaseError
+from deltastore.errors import (
+    ConflictError,
+    InvalidInputError,
+    Kind,
+    LeaseError,
+    NotFoundError,
+)
 from deltastore.ids import new_token
 
 if TYPE_CHECKING:
@@ -97,11 +104,14 @@ class VersionFolders:
     def latest(self) -> tuple[Path, FolderRecord] | None:
         """The folder that `latest` names and its record; None before the first version.
 
-        Raises ConflictError(output_exists) when it is of another run, or not of our making.
+        Raises ConflictError(output_exists) when it is of another run, or not of our making, and
+        NotFoundError(file_missing) when it names a folder that is not there.
         """
         link = self.out / LINK
         if not os.path.lexists(link):
             return None
+        if link.is_symlink():
+            _require_target(link)
         folder = link.resolve()
         record = read_record(folder)
         if not link.is_symlink() or record is None or record.run_id != self.run_id:
@@ -162,6 +172,20 @@ class VersionFolders:
         doomed = self.out / f".{folder.name}.{new_token()}.old"
         folder.rename(doomed)  # gone in one step for who lists the folder
         shutil.rmtree(doomed)
+
+
+def _require_target(link: Path) -> None:
+    """Refuse a link to nothing as what it is: somebody removed the folder, and not the link."""
+    try:
+        link.stat()
+    except OSError as err:
+        if err.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+            raise
+        raise NotFoundError(
+            f"{link} names {os.readlink(link)!r}, which is not there",
+            kind=Kind.FILE_MISSING,
+            hint="remove the link: the newest version is then written anew",
+        ) from err
 
 
 def read_record(folder: Path) -> FolderRecord | None:

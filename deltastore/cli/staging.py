@@ -18,6 +18,7 @@ from deltastore.cli.files import typed_errors
 from deltastore.cli.output import one_line, size_text
 from deltastore.cli.signals import ring_on_sigterm
 from deltastore.clock import SystemClock
+from deltastore.errors import ConflictError, Kind
 from deltastore.events import Event, VersionStaged
 from deltastore.pipeline.stager import Stager
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from deltastore.format.signing import TrustedKeys
 
 NAME = "stager"
+_OF_A_SPOOL = ("ranks", "whole")  # whoever comes first, stager or engine, makes one of them
+_OF_A_NEW_DISK = {"lost+found"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,31 @@ class Staging:
     trusted: TrustedKeys | None = None
 
 
+def require_spool(folder: Path) -> None:
+    """Refuse a folder that holds something and is no spool: a mistyped one gets no files of ours.
+
+    Raises ConflictError(output_exists), and what the system says of the folder.
+    """
+    with typed_errors(folder):
+        try:
+            folders = {path.name: path.is_dir() for path in folder.iterdir()}
+        except FileNotFoundError:
+            return  # it is made
+    if folders.keys() - _OF_A_NEW_DISK and not any(folders.get(name) for name in _OF_A_SPOOL):
+        raise ConflictError(
+            f"{str(folder)!r} holds other files, and is no stager's folder",
+            kind=Kind.OUTPUT_EXISTS,
+            hint="name a new or an empty folder",
+        )
+
+
 def stage_run(run_url: str, connection: Connection, staging: Staging, output: Output) -> None:
     """Stage a run for this host until told to stop.
 
-    Raises InvalidInputError(lease_held) when the folder has its stager, and what opening the run
-    raises.
+    Raises InvalidInputError(lease_held) when the folder has its stager, ConflictError
+    (output_exists) when it is something else, and what opening the run raises.
     """
+    require_spool(staging.folder)
     stopping = threading.Event()
     ring_on_sigterm(stopping.set)
     if staging.until_stdin_ends:

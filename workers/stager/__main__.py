@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from deltastore.cli.keys import read_trusted
 from deltastore.cli.signals import ring_on_sigterm
+from deltastore.cli.staging import require_spool
 from deltastore.config import FollowerSettings
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.pipeline.stager import Stager
@@ -34,6 +35,7 @@ def _work(config: WorkerConfig) -> None:
             "the file has no `stager` part", kind=Kind.SETTING, hint="see workers/config.py"
         )
     trusted = settings.trusted_keys
+    require_spool(Path(settings.folder))
     stopping = threading.Event()
     ring_on_sigterm(stopping.set)
     with ExitStack() as stack:

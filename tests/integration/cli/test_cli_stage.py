@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deltastore.adapters.safetensors_dir import load_state, scan_checkpoint
+from deltastore.adapters.vllm.whole_spool import WholeSpool
+from deltastore.cli.staging import require_spool
 from deltastore.clock import SystemClock
 from deltastore.pipeline.applier import Applier
+from deltastore.pipeline.held_lock import is_locked
 from deltastore.pipeline.host import HostTarget
-from deltastore.pipeline.spool import SpoolFolder, is_locked
+from deltastore.pipeline.spool import SpoolFolder
 from deltastore.pipeline.stager_rank import StagedFeed
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion
@@ -104,3 +107,30 @@ def test_stage_needs_a_run(files: Cli, tmp_path: Path) -> None:
     """A run that is not there is an error of its own, and nothing is staged."""
     files.error(3, "run_missing", "stage", files.url("none"), "--folder", tmp_path / "spool")
     assert not (tmp_path / "spool").exists()
+
+
+def test_another_folder_is_not_made_a_spool(files: Cli, old: Path, tmp_path: Path) -> None:
+    """A folder that holds something else is refused by name, and nothing is put there."""
+    url, folder = files.url("r1"), tmp_path / "home"
+    files.json("init", url, "--checkpoint", old)
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    error = files.error(4, "output_exists", "stage", url, "--folder", folder)
+    assert str(folder) in error["message"]
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    files.error(3, "file_missing", "stage", url, "--folder", folder / "notes.txt")
+
+
+@pytest.mark.parametrize("first", ["nobody", "a disk", "a rank", "a whole state"])
+def test_a_spool_is_taken(tmp_path: Path, first: str) -> None:
+    """An empty folder, a fresh disk, and one that an engine or a stager has begun are spools."""
+    match first:
+        case "a disk":
+            (tmp_path / "lost+found").mkdir()
+        case "a rank":
+            SpoolFolder(tmp_path)
+            (tmp_path / "trusted-keys").write_text("")
+        case "a whole state":
+            WholeSpool(tmp_path, "engine").close()
+    require_spool(tmp_path)
+    require_spool(tmp_path / "none")

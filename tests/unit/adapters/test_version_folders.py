@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
 from deltastore.adapters.safetensors_dir import checkpoint_layout, load_state, scan_checkpoint
 from deltastore.adapters.version_folders import FolderRecord, VersionFolders, read_record
-from deltastore.errors import ConflictError, InvalidInputError, Kind, LeaseError
+from deltastore.errors import ConflictError, InvalidInputError, Kind, LeaseError, NotFoundError
 from deltastore.testing.checkpoints import TinyShape, next_checkpoint, tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -110,6 +111,24 @@ def test_another_run_is_refused(tmp_path: Path, checkpoints: list[Checkpoint]) -
     with pytest.raises(ConflictError) as err:
         ours.latest()
     assert err.value.kind is Kind.OUTPUT_EXISTS
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
+    """A `latest` whose folder somebody removed, or that names itself, is said to be that; without
+    it the version is written again."""
+    folders = VersionFolders(tmp_path / "out", RUN)
+    with folders.writing():
+        shutil.rmtree(write(folders, checkpoints[0], 1))
+        with pytest.raises(NotFoundError, match=r"names '0000000001', which is not there") as err:
+            folders.latest()
+        assert "remove the link" in str(err.value)
+        (folders.out / "latest").unlink()
+        (folders.out / "latest").symlink_to("latest")
+        with pytest.raises(NotFoundError, match=r"names 'latest'"):
+            folders.latest()
+        (folders.out / "latest").unlink()
+        write(folders, checkpoints[0], 1)
+        assert folders.latest() is not None
 
 
 def test_a_damaged_version_is_discarded(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
