@@ -77,13 +77,13 @@ def test_one_of_two_servers_leads_and_the_other_takes_over(tmp_path: Path) -> No
         assert second.held == first.held
         assert not second.document()["leads"]
         seen: list[str] = []
-        initialise = engine.initialise
+        status = engine.status
 
-        def initialised() -> None:
+        def asked() -> Any:
             seen.append(second.held if second.document()["leads"] else "")
-            initialise()
+            return status()
 
-        engine.initialise = initialised  # type: ignore[method-assign]
+        engine.status = asked  # type: ignore[method-assign]
         held = second.held
         first.stop()
         engine.faults = []
