@@ -182,7 +182,7 @@ def _require_target(link: Path) -> None:
         if err.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
             raise
         raise NotFoundError(
-            f"{link} names {os.readlink(link)!r}, which is not there",
+            f"{link} names {str(link.readlink())!r}, which is not there",
             kind=Kind.FILE_MISSING,
             hint="remove the link: the newest version is then written anew",
         ) from err

@@ -7,6 +7,7 @@ writes a file.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from deltastore.adapters.safetensors_dir import (
@@ -23,7 +24,7 @@ from deltastore.cli.output import Document, Output, share_text, size_text
 from deltastore.cli.progress import Meter, progress
 from deltastore.clock import SystemClock
 from deltastore.errors import IntegrityError, Kind
-from deltastore.format.bundle import MAGIC, Bundle
+from deltastore.format.bundle import Bundle
 from deltastore.format.layout import require_same_layout
 from deltastore.format.mixing import fingerprint_state
 from deltastore.format.segment import estimated_bytes
@@ -80,7 +81,9 @@ def apply_bundle(old: Path, path: Path, out: Path, output: Output) -> None:
     began_s = clock.monotonic_s()
     refuse_existing(out)
     with typed_errors(path):
-        bundle = Bundle.from_bytes(_bundle_bytes(path))
+        require_regular(path)
+        with path.open("rb") as file:
+            bundle = Bundle.read(file, os.fstat(file.fileno()).st_size)
     checkpoint = scan_checkpoint(old)
     layout = checkpoint_layout(checkpoint)
     require_same_layout(layout.digest, bundle.layout_digest, what=f"bundle {path}")
@@ -110,14 +113,6 @@ def apply_bundle(old: Path, path: Path, out: Path, output: Output) -> None:
         "seconds": round(clock.monotonic_s() - began_s, 3),
     }
     output.emit(document, lambda: f"{out}: {bundle.nnz} changes applied, proved by fingerprint")
-
-
-def _bundle_bytes(path: Path) -> bytes:
-    """The file, or its first bytes if those are no bundle's: it may be as long as a disk."""
-    require_regular(path)
-    with path.open("rb") as file:
-        head = file.read(len(MAGIC))
-        return head + file.read() if head == MAGIC else head
 
 
 def _ends(bundle: Bundle) -> Document:

@@ -8,8 +8,9 @@ before and after, and every segment by size and SHA-256.
 from __future__ import annotations
 
 import hashlib
+import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from deltastore.errors import FormatError, IntegrityError, Kind
 from deltastore.format.block import total_change
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 MAGIC = b"DSBUNDL1"
 BUNDLE_FORMAT = "deltastore-bundle/1"
 MAX_CORE_BYTES = 8 << 20
+_HEAD_BYTES = 12
 IDENTITY_VERSIONS = (0, 1)  # base and target of the segments: a bundle has no run to number them
 
 
@@ -104,28 +106,38 @@ class Bundle:
     @classmethod
     def from_bytes(cls, data: bytes) -> Bundle:
         """Read a bundle file; FormatError or IntegrityError(digest) on anything else."""
-        if data[:8] != MAGIC:
+        return cls.read(io.BytesIO(data), len(data))
+
+    @classmethod
+    def read(cls, file: BinaryIO, size_bytes: int) -> Bundle:
+        """Read a bundle from a file of that size, from where it stands, as `from_bytes` does.
+
+        Nothing after the core is read unless the core's own sum is the size of the file, and no
+        segment after one that is damaged: a file as large as a disk costs `MAX_CORE_BYTES`.
+        """
+        head = file.read(_HEAD_BYTES)
+        if head[:8] != MAGIC:
             raise FormatError(
                 "this is not a deltastore bundle", kind=Kind.MAGIC, hint="make one with `diff`"
             )
-        size = int.from_bytes(data[8:12], "little")
-        if size > MAX_CORE_BYTES:
-            raise FormatError(f"the bundle's core claims {size} bytes", kind=Kind.LIMIT)
-        if len(data) < 12 + size:
+        core_bytes = int.from_bytes(head[8:], "little")
+        if core_bytes > MAX_CORE_BYTES:
+            raise FormatError(f"the bundle's core claims {core_bytes} bytes", kind=Kind.LIMIT)
+        core = file.read(core_bytes)
+        if len(core) < core_bytes:
             raise FormatError("the bundle ends inside its core", kind=Kind.TRUNCATED)
-        fields = _read_core(data[12 : 12 + size])
+        fields = _read_core(core)
+        more_bytes = size_bytes - _HEAD_BYTES - core_bytes - sum(n for n, _ in fields["segments"])
+        if more_bytes < 0:
+            raise FormatError("the bundle ends inside a segment", kind=Kind.TRUNCATED)
+        if more_bytes > 0:
+            raise FormatError(f"{more_bytes} bytes follow the bundle", kind=Kind.TRAILING)
         segments = []
-        position = 12 + size
         for length, digest in fields["segments"]:
-            segment = data[position : position + length]
-            if len(segment) < length:
-                raise FormatError("the bundle ends inside a segment", kind=Kind.TRUNCATED)
+            segment = file.read(length)
             if hashlib.sha256(segment).hexdigest() != digest:
                 raise IntegrityError("a segment of the bundle is damaged", kind=Kind.DIGEST)
             segments.append(segment)
-            position += length
-        if position != len(data):
-            raise FormatError(f"{len(data) - position} bytes follow the bundle", kind=Kind.TRAILING)
         return cls(
             fields["layout_digest"],
             Fingerprint.parse(fields["fingerprint_before"]),

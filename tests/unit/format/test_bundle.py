@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 
 from deltastore.chain.apply import apply_blocks
 from deltastore.chain.diff import diff_tensor
 from deltastore.errors import DeltastoreError, FormatError, IntegrityError, Kind
-from deltastore.format.bundle import Bundle
+from deltastore.format.bundle import BUNDLE_FORMAT, MAGIC, Bundle
+from deltastore.format.canonical import canonical_json
 from deltastore.format.dtypes import DType
 from deltastore.format.layout import Layout, TensorEntry
 from deltastore.format.mixing import fingerprint_state
@@ -74,3 +77,47 @@ def test_trailing_bytes_are_refused(made):
     with pytest.raises(FormatError) as err:
         Bundle.from_bytes(made[3].to_bytes() + b"x")
     assert err.value.kind is Kind.TRAILING
+
+
+class _Counted(io.BytesIO):
+    """A file that counts what is read of it."""
+
+    read_bytes = 0
+
+    def read(self, size=-1):
+        """A read, counted; nothing may ask for all there is."""
+        assert size is not None
+        assert size >= 0
+        got = super().read(size)
+        self.read_bytes += len(got)
+        return got
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [
+        ([], Kind.TRAILING),
+        ([[1 << 40, "0" * 64]], Kind.TRUNCATED),
+        ([[5000, "0" * 64], [5001, "0" * 64]], Kind.TRUNCATED),
+        ([[5000, "0" * 64], [5000, "0" * 64]], Kind.DIGEST),
+    ],
+)
+def test_a_file_that_only_begins_as_a_bundle_is_not_read(rows, kind):
+    """Whatever follows a core is read only if it is as long as the core says, and up to the first
+    segment that is damaged."""
+    core = canonical_json(
+        {
+            "format": BUNDLE_FORMAT,
+            "layout_digest": "0" * 64,
+            "fingerprint_before": "0" * 32,
+            "fingerprint_after": "0" * 32,
+            "nnz": 0,
+            "segments": rows,
+        }
+    )
+    head = MAGIC + len(core).to_bytes(4, "little") + core
+    file = _Counted(head + bytes(10_000))
+    with pytest.raises(DeltastoreError) as err:
+        Bundle.read(file, len(head) + 10_000)
+    assert err.value.kind is kind
+    assert file.read_bytes == len(head) + (5000 if kind is Kind.DIGEST else 0)
