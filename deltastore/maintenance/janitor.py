@@ -44,7 +44,8 @@ class JanitorPolicy:
         commit_deadline_s: after which every writer gives its bodies up (its own setting).
         grace_s: for attempts at shortcuts, and bodies at or below HEAD.
         abandoned_s: for bodies above HEAD.
-        uploads_idle_s: for multipart uploads to which no part has been added.
+        uploads_idle_s: for multipart uploads to which no part has been added, and temporary files
+            of a file store to which nothing has been written.
     """
 
     commit_deadline_s: float = 1800.0
@@ -74,7 +75,7 @@ class JanitorDone:
     Args:
         decisions: one per body.
         deleted: objects deleted; 0 in a dry run.
-        uploads: unfinished multipart uploads that were ended (in a dry run: would be).
+        uploads: unfinished uploads that were ended (in a dry run: would be).
     """
 
     decisions: tuple[Decision, ...]

@@ -2,7 +2,11 @@
 
 Write order of a put: temporary file in the same folder, its bytes synced, then the name: link(2)
 for CREATE, which fails if the name exists, rename(2) for OVERWRITE, then the folder synced. A crash
-before the name exists leaves a temporary file, which is in no listing; after it, the whole object.
+before the name exists leaves a temporary file, which is in no listing and goes with the janitor
+(fs_unfinished.py); after it, the whole object.
+
+What lies under a key and is no regular file is never opened to be read: a named pipe would be
+waited for, a device may never end.
 """
 
 from __future__ import annotations
@@ -10,13 +14,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltastore.errors import DeltastoreError, InvalidInputError, Kind, StorageError
-from deltastore.ids import new_token
+from deltastore.storage.fs_unfinished import (
+    abort_unfinished,
+    list_unfinished,
+    unfinished_file,
+    unfinished_name,
+)
 from deltastore.storage.rules import (
-    TEMPORARY_PREFIX,
     check_key,
     check_prefix,
     check_unranged,
@@ -30,6 +39,10 @@ from deltastore.storage.store import Body, ByteRange, ObjectInfo, PutMode, PutOu
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from deltastore.storage.uploads import IncompleteUpload
+
+_WRITE_BYTES = 8 << 20
+"""Written at a time: a file's date is that of its last write, and says that its writer lives."""
 _COMPARE_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -60,15 +73,12 @@ class FileStore:
     def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
         """Store `body` under `key`; see ObjectStore."""
         path = self._path(key)
-        temporary = path.parent / f"{TEMPORARY_PREFIX}{new_token()}"
+        temporary = path.parent / unfinished_name()
         try:
             self._make_folder(path.parent)
-            try:
-                _write_synced(temporary, body)
+            with unfinished_file(temporary) as descriptor:
+                _write_synced(descriptor, body)
                 outcome = self._name(temporary, path, key, body, mode)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    temporary.unlink()
             _sync_folder(path.parent)
         except (FileExistsError, NotADirectoryError, IsADirectoryError) as err:
             raise InvalidInputError(
@@ -77,9 +87,11 @@ class FileStore:
                 key=key,
                 hint="no key may continue another key with '/'",
             ) from err
-        except FileNotFoundError as err:  # somebody removed the folder while we wrote into it
+        except FileNotFoundError as err:  # somebody removed what we wrote, or the folder around it
             raise StorageError(
-                f"a folder of {self.url} went away during a write", kind=Kind.UNAVAILABLE, key=key
+                f"a folder of {self.url}, or what was being written into it, went away",
+                kind=Kind.UNAVAILABLE,
+                key=key,
             ) from err
         except OSError as err:
             raise self._translate(err, key) from err
@@ -89,14 +101,13 @@ class FileStore:
         """The object's bytes, or that range of them; see ObjectStore."""
         path = self._path(key)
         try:
-            with path.open("rb", buffering=0) as file:
-                size_bytes = os.fstat(file.fileno()).st_size
+            with self._opened(path, key) as (descriptor, size_bytes):
                 if byte_range is None:
                     check_unranged(key, size_bytes)
-                    return _read(file.fileno(), 0, size_bytes)
+                    return _read(descriptor, 0, size_bytes)
                 if byte_range.end > size_bytes:
                     raise range_past_end(key, byte_range, size_bytes)
-                return _read(file.fileno(), byte_range.start, byte_range.end)
+                return _read(descriptor, byte_range.start, byte_range.end)
         except OSError as err:
             raise self._translate(err, key) from err
 
@@ -105,10 +116,9 @@ class FileStore:
         path = self._path(key)
         try:
             status = path.stat()
+            self._require_regular(status, key)
         except OSError as err:
             raise self._translate(err, key) from err
-        if not path.is_file():
-            raise object_missing(self.url, key)
         return _info(key, status)
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
@@ -135,11 +145,51 @@ class FileStore:
             except OSError as err:
                 raise self._translate(err, str(folder)) from err
 
+    def incomplete_uploads(self, prefix: str) -> Iterator[IncompleteUpload]:
+        """Temporary files of puts that were killed, or are running; see IncompleteUploads."""
+        check_prefix(prefix)
+        try:
+            yield from list_unfinished(self._root, prefix)
+        except OSError as err:
+            raise self._translate(err, prefix) from err
+
+    def abort_upload(self, upload: IncompleteUpload) -> bool:
+        """Remove one, unless its writer lives or it is gone; see IncompleteUploads."""
+        try:
+            return abort_unfinished(self._root, upload)
+        except OSError as err:
+            raise self._translate(err, upload.key) from err
+
     def close(self) -> None:
         """Nothing is held open between calls."""
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path, key: str) -> Iterator[tuple[int, int]]:
+        """An object's descriptor and size. A link is followed, to a regular file and no other."""
+        self._require_regular(path.stat(), key)  # opening a device may do something
+        # Not waiting for a writer, if it has become a pipe in between.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            self._require_regular(status, key)
+            yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
+
+    def _require_regular(self, status: os.stat_result, key: str) -> None:
+        if stat.S_ISREG(status.st_mode):
+            return
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), key)
+        raise StorageError(
+            f"in {self.url} there is a pipe, a socket or a device where an object should be",
+            kind=Kind.REFUSED,
+            key=key,
+            hint="find out who put it there, and remove it",
+        )
 
     def _name(self, temporary: Path, path: Path, key: str, body: Body, mode: PutMode) -> PutOutcome:
         if mode is PutMode.OVERWRITE:
@@ -148,8 +198,9 @@ class FileStore:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            if not _same_bytes(path, body):
-                raise object_exists(self.url, key) from None
+            with self._opened(path, key) as (descriptor, size_bytes):
+                if not _same_bytes(descriptor, size_bytes, body):
+                    raise object_exists(self.url, key) from None
             return PutOutcome.ALREADY_OURS
         except OSError as err:
             if err.errno not in _NO_LINK:
@@ -199,7 +250,8 @@ class FileStore:
                     continue
                 except OSError as err:
                     raise self._translate(err, key) from err
-                yield _info(key, status)
+                if stat.S_ISREG(status.st_mode):
+                    yield _info(key, status)
 
     def _translate(self, err: OSError, key: str) -> DeltastoreError:
         if isinstance(err, FileNotFoundError | NotADirectoryError | IsADirectoryError):
@@ -231,16 +283,11 @@ class FileStore:
         )
 
 
-def _write_synced(path: Path, body: Body) -> None:
+def _write_synced(descriptor: int, body: Body) -> None:
     view = memoryview(body).cast("B")
-    # Plain mode bits: the umask decides who may read, as for any other file.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    while view:
+        view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
+    os.fsync(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -262,17 +309,16 @@ def _read(descriptor: int, start: int, end: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _same_bytes(path: Path, body: Body) -> bool:
+def _same_bytes(descriptor: int, size_bytes: int, body: Body) -> bool:
     view = memoryview(body).cast("B")
-    with path.open("rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size != len(view):
+    if size_bytes != len(view):
+        return False
+    for start in range(0, len(view), _COMPARE_BYTES):
+        piece = view[start : start + _COMPARE_BYTES]
+        if _read(descriptor, start, start + len(piece)) != piece:
             return False
-        for start in range(0, len(view), _COMPARE_BYTES):
-            piece = view[start : start + _COMPARE_BYTES]
-            if _read(file.fileno(), start, start + len(piece)) != piece:
-                return False
-        # A writer that crashed may have left it unsynced, and we are about to vouch for it.
-        os.fsync(file.fileno())
+    # A writer that crashed may have left it unsynced, and we are about to vouch for it.
+    os.fsync(descriptor)
     return True
 
 

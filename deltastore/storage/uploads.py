@@ -1,9 +1,10 @@
 """Parts of uploads that nobody completes are billed for ever, and no listing shows them (S14).
 
-A store that has such things offers `IncompleteUploads`; the janitor asks for it by
-`incomplete_uploads_of`. Ages are the store's own: the time of its answer against its own dates. An
-upload lives while parts arrive, however long ago it began, so what counts is how long it has been
-idle; less than `LEAST_IDLE_S` may be a part on its way.
+Nor does one show the temporary files of puts that were killed, which fill a disk. A store that has
+such things offers `IncompleteUploads`; the janitor asks for it by `incomplete_uploads_of`. Ages are
+the store's own: the time of its answer against its own dates. An upload lives while parts arrive,
+however long ago it began, so what counts is how long it has been idle; less than `LEAST_IDLE_S` may
+be a part on its way.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ LEAST_IDLE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class IncompleteUpload:
-    """An upload in parts that was begun, and neither completed nor aborted."""
+    """An upload that was begun, and neither completed nor aborted."""
 
     key: str
+    """What it will be; in a file store, where its temporary file lies."""
     upload_id: str
     started_s: float
     """Unix seconds by the store's own clock."""
@@ -37,14 +39,14 @@ class IncompleteUpload:
 
 @runtime_checkable
 class IncompleteUploads(Protocol):
-    """A store that keeps parts of uploads."""
+    """A store that keeps what was sent of an upload until it is whole."""
 
     def incomplete_uploads(self, prefix: str) -> Iterator[IncompleteUpload]:
         """Every incomplete upload of a key that begins with `prefix`."""
         ...
 
     def abort_upload(self, upload: IncompleteUpload) -> bool:
-        """Remove its parts; False when it is this store's own and running, or gone already."""
+        """Remove what it keeps; False when it is known to be running, or gone already."""
         ...
 
 

@@ -1,7 +1,8 @@
 """Two stores under one protocol are two protocols until one suite has passed on both.
 
 Subclass `StoreTests` and give a `store` fixture with an empty store. What a file system cannot do
-is switched off by a class attribute with its reason, not by a skip inside a test.
+is switched off by a class attribute with its reason, not by a skip inside a test. A store that has
+incomplete uploads must say how one comes to be: `leave_unfinished`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from deltastore.errors import (
 )
 from deltastore.ids import new_token
 from deltastore.storage.store import ByteRange, ObjectStore, PutMode, PutOutcome
+from deltastore.storage.uploads import abort_idle_uploads, incomplete_uploads_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 CREATE, OVERWRITE = PutMode.CREATE, PutMode.OVERWRITE
 _RACE_WAIT_S = 30.0
+_DAY_S = 86_400.0
 
 
 def _keys(store: ObjectStore, prefix: str = "", start_after: str | None = None) -> list[str]:
@@ -47,6 +50,9 @@ class StoreTests:
     `a-b` come before those of `a/`, and starts after a folder at its end. Inside one folder, which
     is what a run lists, nothing differs.
     """
+
+    def leave_unfinished(self, store: ObjectStore, key: str) -> None:
+        """Do to the store what a put of `key` does that is killed half way."""
 
     def ordered(self, keys: Iterable[str]) -> list[str]:
         """The keys in the order in which this store lists them."""
@@ -286,6 +292,37 @@ class StoreTests:
         listed = _keys(store, "t/")
         assert len(listed) == 50
         assert all(a < b for a, b in pairwise(listed))
+
+    def test_what_a_killed_put_left_is_found_and_removed(self, store: ObjectStore) -> None:
+        """CASE S14: it is no object and in nobody's way; it stays while it may be in use, and can
+        be removed by who knows that it is not. A store that keeps no such things has none."""
+        self.leave_unfinished(store, "up/a/k")
+        assert _keys(store) == []
+        assert abort_idle_uploads(store, "", idle_s=_DAY_S, dry_run=False) == ()
+        uploads = incomplete_uploads_of(store)
+        if uploads is not None:
+            (found,) = uploads.incomplete_uploads("")
+            assert found.key.startswith("up/a/")
+            assert abs(found.idle_s) < 60
+            assert [u.upload_id for u in uploads.incomplete_uploads("up/a/")] == [found.upload_id]
+            assert list(uploads.incomplete_uploads("up/b")) == []
+        assert store.put("up/a/k", b"whole", mode=CREATE) is PutOutcome.WRITTEN
+        if uploads is not None:
+            assert uploads.abort_upload(found)
+            assert list(uploads.incomplete_uploads("")) == []
+            uploads.abort_upload(found)  # another janitor was there first: no error
+        assert store.get("up/a/k") == b"whole"
+
+    def test_puts_leave_nothing_unfinished(self, store: ObjectStore) -> None:
+        """CASE S14: neither a put that succeeds nor one that loses leaves anything behind."""
+        body = _pattern(self.large_bytes)
+        for outcome in (PutOutcome.WRITTEN, PutOutcome.ALREADY_OURS):
+            assert store.put("k", body, mode=CREATE) is outcome
+        with pytest.raises(ConflictError):
+            store.put("k", body[1:], mode=CREATE)
+        store.put("k", body, mode=OVERWRITE)
+        uploads = incomplete_uploads_of(store)
+        assert uploads is None or list(uploads.incomplete_uploads("")) == []
 
     def test_a_listing_survives_deletions_while_it_runs(self, store: ObjectStore) -> None:
         """Deleting what a listing has yielded neither stops it nor hides the rest."""

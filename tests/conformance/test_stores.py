@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +16,10 @@ from deltastore.storage.wrapper import StoreWrapper
 from deltastore.testing.clock import FakeClock
 from deltastore.testing.faults import BandwidthStore, CountingStore, FaultyStore, LatencyStore
 from deltastore.testing.stores import StoreTests
+from tests.conformance.unfinished import kill_writer, leave_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from deltastore.storage.store import ObjectStore
     from deltastore.testing.servers import SeaweedServer
@@ -55,6 +56,11 @@ class TestFileStore(StoreTests):
         """A folder that is not there yet."""
         return FileStore(tmp_path / "not" / "yet")
 
+    def leave_unfinished(self, store: ObjectStore, key: str) -> None:
+        """A process that puts it is killed."""
+        assert isinstance(store, FileStore)
+        kill_writer(Path(store.url.removeprefix("file://")), key)
+
 
 class TestS3StoreOnSeaweedfs(StoreTests):
     """A real server. Losers of a race wait a second each there, so few rounds."""
@@ -62,6 +68,11 @@ class TestS3StoreOnSeaweedfs(StoreTests):
     race_rounds = 2
     folder_order = True
     large_bytes = 11 * MIB + 3
+
+    def leave_unfinished(self, store: ObjectStore, key: str) -> None:
+        """A part arrives, and nothing after it."""
+        assert isinstance(store, S3Store)
+        leave_parts(store, key)
 
     @pytest.fixture
     def store(self, s3_server: SeaweedServer, s3_bucket: str) -> Iterator[ObjectStore]:
@@ -86,6 +97,11 @@ class TestS3StoreOnMoto(StoreTests):
 
     atomic_create = False
     large_bytes = 6 * MIB + 3
+
+    def leave_unfinished(self, store: ObjectStore, key: str) -> None:
+        """A part arrives, and nothing after it."""
+        assert isinstance(store, S3Store)
+        leave_parts(store, key)
 
     @pytest.fixture
     def store(self, moto_endpoint: str, request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
