@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from deltastore.cli.files import require_regular, typed_errors
 from deltastore.errors import Kind, NotFoundError
 from deltastore.events import VersionPublished
-from deltastore.observability.jsonl import read_events
+from deltastore.observability.jsonl import iter_events
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,13 +38,12 @@ def read_stages(
             )
         with typed_errors(path):
             require_regular(path)
-            events = read_events(path)
-        for stamped in events:
-            event = stamped.event
-            if isinstance(event, VersionPublished) and (
-                hashes.get(event.version) == event.policy_hash
-            ):
-                found[event.version] = event
+            for stamped in iter_events(path):
+                event = stamped.event
+                if isinstance(event, VersionPublished) and (
+                    hashes.get(event.version) == event.policy_hash
+                ):
+                    found[event.version] = event
     return found
 
 

@@ -27,10 +27,12 @@ from deltastore.errors import FormatError, Kind, StorageError
 from deltastore.events import Event, EventsLost
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from deltastore.clock import Clock
 
+READ_MAX_BYTES = 8 << 20  # several lines, whatever their length
 MAX_LINE_BYTES = 1 << 20  # the largest event deals a batch to some thousand actors
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -111,11 +113,14 @@ class JsonlSink:
 
 
 def whole_lines(path: Path, offset: int) -> tuple[bytes, int]:
-    """Whole lines from `offset` on, and the length of an unfinished one; none if no file yet."""
+    """Whole lines from `offset` on, and the length of an unfinished one; none if no file yet.
+
+    At most `READ_MAX_BYTES` are read: a log of days is larger than memory.
+    """
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            text = file.read()
+            text = file.read(READ_MAX_BYTES)
     except FileNotFoundError:
         return b"", 0
     whole = text[: text.rfind(b"\n") + 1]
@@ -123,17 +128,21 @@ def whole_lines(path: Path, offset: int) -> tuple[bytes, int]:
 
 
 class EventTail:
-    """Reads a growing event file: each `read_new` returns what came since the last one."""
+    """Reads a growing event file: each `read_new` returns what came since the last one.
+
+    At most `READ_MAX_BYTES` of it: who is further behind has more with the next call.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.unknown = 0
         """Lines whose kind of event this version does not know."""
-        self._offset = 0
+        self.offset = 0
+        """Bytes of the file that have been read."""
 
     def read_new(self) -> list[StampedEvent]:
-        """Return the events of the whole lines written since the last call; none if no file yet."""
-        whole, left_bytes = whole_lines(self.path, self._offset)
+        """Return the events of whole lines after those of the last call; none if no file yet."""
+        whole, left_bytes = whole_lines(self.path, self.offset)
         if left_bytes > MAX_LINE_BYTES:
             raise self._bad("a line is longer than an event can be", Kind.LIMIT)
         stamped: list[StampedEvent] = []
@@ -142,7 +151,7 @@ class EventTail:
                 event = decode_line(line)
             except FormatError as err:
                 raise self._bad(err.message, err.kind) from err
-            self._offset += len(line) + 1
+            self.offset += len(line) + 1
             if event is None:
                 self.unknown += 1
             else:
@@ -151,15 +160,24 @@ class EventTail:
 
     def _bad(self, message: str, kind: Kind) -> FormatError:
         return FormatError(
-            f"event log {self.path}, byte {self._offset}: {message}",
+            f"event log {self.path}, byte {self.offset}: {message}",
             kind=kind,
             hint="the file was changed by something else than deltastore",
         )
 
 
+def iter_events(path: Path) -> Iterator[StampedEvent]:
+    """Yield all events of a file, in the order written, with a bounded part of it in memory."""
+    tail = EventTail(path)
+    offset = -1
+    while tail.offset > offset:  # a part may hold nothing but events of a newer writer
+        offset = tail.offset
+        yield from tail.read_new()
+
+
 def read_events(path: Path) -> list[StampedEvent]:
     """Return all events of a file, in the order written; none if there is no file."""
-    return EventTail(path).read_new()
+    return list(iter_events(path))
 
 
 def encode_line(stamped: StampedEvent) -> bytes:

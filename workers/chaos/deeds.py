@@ -56,6 +56,8 @@ class DeedLog:
 
     def read_new(self) -> list[Deed]:
         """The deeds since the last call; none if there is no file yet."""
-        whole, _ = whole_lines(self.path, self._offset)
-        self._offset += len(whole)
-        return [Deed(**json.loads(line)) for line in whole.splitlines()]
+        deeds: list[Deed] = []
+        while whole := whole_lines(self.path, self._offset)[0]:
+            self._offset += len(whole)
+            deeds += [Deed(**json.loads(line)) for line in whole.splitlines()]
+        return deeds

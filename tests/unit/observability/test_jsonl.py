@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from deltastore import events
 from deltastore.errors import FormatError, Kind
 from deltastore.events import ActorJoined, Event, ResultSettled, VersionStaged
+from deltastore.observability import jsonl
 from deltastore.observability.jsonl import (
     EventTail,
     JsonlSink,
@@ -86,6 +87,26 @@ def test_a_line_cut_off_by_a_kill_is_waited_for(tmp_path: Path) -> None:
     assert tail.read_new() == []
     path.write_bytes(lines)
     assert [stamped.event for stamped in tail.read_new()] == [second]
+
+
+def test_a_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call reads a bounded part, wherever it cuts a line; nothing is lost or read twice, and
+    parts of events that nobody knows end nothing."""
+    path = tmp_path / "events.jsonl"
+    written = [ActorJoined(f"a{number}", number, "local", 0, 0.5) for number in range(40)]
+    lines = [encode_line(StampedEvent(number, event)) for number, event in enumerate(written)]
+    newer = b'{"at_ms":1,"event":"SunRose","where":"east"}\n'
+    path.write_bytes(b"".join(lines[:20]) + 40 * newer + b"".join(lines[20:]))
+    part_bytes = 2 * len(lines[-1]) + 7
+    monkeypatch.setattr(jsonl, "READ_MAX_BYTES", part_bytes)
+    tail, calls = EventTail(path), []
+    while len(seen := [one.event for call in calls for one in call]) < len(written):
+        before = tail.offset
+        calls.append(tail.read_new())
+        assert 0 < tail.offset - before <= part_bytes
+    assert seen == written
+    assert tail.unknown == 40
+    assert [one.event for one in read_events(path)] == written
 
 
 def test_events_of_a_newer_writer_are_counted_and_passed_over(tmp_path: Path) -> None:
