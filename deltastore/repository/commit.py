@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING
 from deltastore.errors import ConflictError, DeltastoreError, Kind, LeaseError
 from deltastore.format.canonical import canonical_json
 from deltastore.format.keys import Hint
+from deltastore.storage.retry import impatient
 from deltastore.storage.store import PutMode
 
 if TYPE_CHECKING:
     from deltastore.format.manifest import VersionManifest
     from deltastore.repository.run import Run
+
+HINT_WITHIN_S = 2.0
+"""How long a hint is tried: a version's own puts are tried for a minute, a hint is worth less."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,10 +52,12 @@ def commit_version(run: Run, manifest: VersionManifest) -> None:
 def advertise(run: Run, manifest: VersionManifest) -> DeltastoreError | None:
     """Write the hint of a version that is committed, and what kept it from being written.
 
-    That costs whoever reads it a few polls; it must not look as if the version had failed.
+    That costs whoever reads it a few polls; it must not look as if the version had failed, nor keep
+    the next one waiting: a store that says "slow down" is asked for `HINT_WITHIN_S`, no longer.
     """
     try:
-        write_head_hint(run, manifest)
+        with impatient(HINT_WITHIN_S):
+            write_head_hint(run, manifest)
     except DeltastoreError as err:
         _log.warning("version %d is not advertised: %s", manifest.core.version, err)
         return err

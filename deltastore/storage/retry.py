@@ -6,13 +6,18 @@ test reads the schedule off instead of sitting through it. Only failures that ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from deltastore.errors import DeltastoreError, InvalidInputError, Kind, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from deltastore.clock import Clock
 
 T = TypeVar("T")
@@ -64,9 +69,26 @@ def is_retryable(err: DeltastoreError) -> bool:
     return isinstance(err, StorageError) and err.kind in RETRYABLE
 
 
+_patience_s: ContextVar[float] = ContextVar("patience_s", default=math.inf)
+
+
+@contextmanager
+def impatient(within_s: float) -> Iterator[None]:
+    """Let no request that this thread makes in the block be tried again after `within_s` of it.
+
+    For what is worth a try and no delay: a hint that waits as long as a version would keeps the
+    next version waiting.
+    """
+    token = _patience_s.set(within_s)
+    try:
+        yield
+    finally:
+        _patience_s.reset(token)
+
+
 @dataclass(frozen=True, slots=True)
 class Retrier:
-    """A schedule with the clock and the jitter that it runs on.
+    """A schedule with the clock and the jitter that it runs on; `impatient` shortens it.
 
     `on_retry` is told of the error each time something is tried again.
     """
@@ -86,6 +108,7 @@ class Retrier:
         """
         failures = 0
         reached = progress() if progress else 0
+        ends_s = self.clock.monotonic_s() + _patience_s.get()
         while True:
             try:
                 return attempt()
@@ -95,6 +118,9 @@ class Retrier:
                 failures += 1
                 if not is_retryable(err) or failures >= self.schedule.allowed(err):
                     raise
+                delay_s = self.schedule.delay_s(failures, self.jitter)
+                if self.clock.monotonic_s() + delay_s > ends_s:
+                    raise
                 if self.on_retry is not None:
                     self.on_retry(err)
-            self.clock.sleep_s(self.schedule.delay_s(failures, self.jitter))
+            self.clock.sleep_s(delay_s)

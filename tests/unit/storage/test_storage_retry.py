@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deltastore.errors import DeltastoreError, InvalidInputError, Kind, NotFoundError, StorageError
-from deltastore.storage.retry import Retrier, RetrySchedule, is_retryable
+from deltastore.storage.retry import Retrier, RetrySchedule, impatient, is_retryable
 from deltastore.testing.clock import FakeClock
 
 
@@ -92,6 +94,28 @@ def test_progress_starts_the_count_again() -> None:
             attempt, lambda: reached
         )
     assert tries == 10 + 2
+
+
+def test_an_impatient_block_tries_for_so_long_and_no_other_thread() -> None:
+    """In the block tries end before the time is up, each request by itself; elsewhere, and
+    afterwards, the schedule holds."""
+
+    def throttled() -> None:
+        raise StorageError("slow down", kind=Kind.THROTTLED)
+
+    def waited_s() -> float:
+        clock = FakeClock()
+        with pytest.raises(StorageError):
+            Retrier(RetrySchedule(), clock, lambda: 0.5).run(throttled)
+        return sum(clock.slept_s)
+
+    with impatient(2.0), ThreadPoolExecutor(1) as pool:
+        assert 1.0 < waited_s() <= 2.0
+        assert 1.0 < waited_s() <= 2.0
+        assert pool.submit(waited_s).result() > 50
+        with impatient(0.0):
+            assert waited_s() == 0
+    assert waited_s() > 50
 
 
 @pytest.mark.parametrize(
