@@ -213,14 +213,29 @@ class FileStore:
             ) from err
         return PutOutcome.WRITTEN
 
+    def remove_empty(self, prefix: str) -> None:
+        """Remove the folders below a prefix, its own, and those above it, as far as they are empty.
+
+        Only for folders that no other writer needs: deleting an object leaves its folder, so that
+        nobody's put finds it gone.
+        """
+        folder = self._root / check_key(prefix.rstrip("/"))
+        try:
+            for below, _, _ in os.walk(folder, topdown=False):
+                Path(below).rmdir()
+            while (folder := folder.parent) != self._root:
+                folder.rmdir()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as err:
+            if err.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise self._translate(err, prefix) from err
+
     def _make_folder(self, folder: Path) -> None:
-        missing = []
-        while not folder.is_dir():
-            missing.append(folder)
-            folder = folder.parent
-        for path in reversed(missing):
-            path.mkdir(exist_ok=True)
-            _sync_folder(path.parent)
+        try:
+            _make_folders(folder)
+        except FileNotFoundError:  # `remove_empty` took one between our look and our making
+            _make_folders(folder)
 
     def _walk(self, folder: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         """Depth first; a folder sorts as its name and '/', so keys come out in byte order."""
@@ -278,6 +293,13 @@ class FileStore:
                 key=key,
                 hint="use shorter, plainer names",
             )
+        if number == errno.ELOOP:
+            return InvalidInputError(
+                f"a symbolic link in {self.url} leads back to itself",
+                kind=Kind.NAME,
+                key=key,
+                hint="remove the link: deltastore makes none",
+            )
         return StorageError(
             f"{self.url} failed: {err.strerror or err}", kind=Kind.UNAVAILABLE, key=key
         )
@@ -288,6 +310,16 @@ def _write_synced(descriptor: int, body: Body) -> None:
     while view:
         view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
     os.fsync(descriptor)
+
+
+def _make_folders(folder: Path) -> None:
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -83,6 +83,15 @@ class ProbesMore(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsFolders(Protocol):
+    """A store in which the folder of a prefix outlives its last object."""
+
+    def remove_empty(self, prefix: str) -> None:
+        """Remove the folders below the prefix, its own, and those above, as far as empty."""
+        ...
+
+
 def probe_store(store: ObjectStore, *, race_rounds: int = 4, ask_more: bool = False) -> ProbeReport:
     """Try the store out under `.probe/<random>/`, and delete what was written.
 
@@ -106,6 +115,9 @@ def probe_store(store: ObjectStore, *, race_rounds: int = 4, ask_more: bool = Fa
         store.delete(probe.written)
         if ask_more:
             store.delete([info.key for info in store.list(probe.prefix)])
+        inner = _unwrapped(store)
+        if isinstance(inner, KeepsFolders):
+            inner.remove_empty(probe.prefix)
 
 
 @runtime_checkable

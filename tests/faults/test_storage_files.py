@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deltastore.errors import DeltastoreError, InvalidInputError, Kind, StorageError
+from deltastore.errors import (
+    DeltastoreError,
+    InvalidInputError,
+    Kind,
+    NotFoundError,
+    StorageError,
+)
 from deltastore.storage.fs import FileStore
 from deltastore.storage.probe import probe_store, require_home
 from deltastore.storage.store import PutMode, PutOutcome
@@ -153,6 +159,21 @@ def test_a_key_cannot_be_a_folder_too(store: FileStore) -> None:
                 store.put(key, b"z", mode=mode)
             assert caught.value.kind is Kind.NAME
     assert [info.key for info in store.list("")] == ["a", "b/c"]
+
+
+def test_a_link_to_itself_is_no_outage(store: FileStore, tmp_path: Path) -> None:
+    """A loop of links is input that can never work: nobody waits for it to pass."""
+    store.put("r/k", b"x", mode=PutMode.CREATE)
+    (tmp_path / "r" / "loop").symlink_to("loop")
+    calls = (
+        lambda: store.get("r/loop"),
+        lambda: store.head("r/loop/k"),
+        lambda: store.put("r/loop/k", b"x", mode=PutMode.CREATE),
+    )
+    for call in calls:
+        with pytest.raises((InvalidInputError, NotFoundError)) as caught:
+            call()
+        assert caught.value.kind in {Kind.NAME, Kind.OBJECT_MISSING}
 
 
 def test_a_name_that_is_too_long_for_files_is_refused(store: FileStore) -> None:

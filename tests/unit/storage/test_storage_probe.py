@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,6 @@ from deltastore.testing.faults import Fail, FaultyStore, Op, fail_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from deltastore.storage.store import Body, ObjectStore
     from deltastore.testing.servers import SeaweedServer
@@ -93,6 +93,33 @@ def test_a_sound_store_may_be_home(tmp_path: Path) -> None:
         assert all(found.ok for found in report.findings().values()), report
         require_home(report)
         assert list(store.list("")) == []
+
+
+def test_a_probe_leaves_no_folder(tmp_path: Path) -> None:
+    """Nothing of a probe is left in a folder of files, and nothing of others is removed."""
+    store = FileStore(tmp_path / "store")
+    probe_store(StoreWrapper(store), ask_more=True)
+    assert list((tmp_path / "store").iterdir()) == []
+    store.put(".probe/of-another/k", b"x", mode=PutMode.CREATE)
+    probe_store(store)
+    assert [path.name for path in (tmp_path / "store" / ".probe").iterdir()] == ["of-another"]
+
+
+def test_a_folder_that_a_probe_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who writes while another's probe removes the folder above writes all the same."""
+    store, mkdir = FileStore(tmp_path), Path.mkdir
+
+    def late(self: Path, **options: bool) -> None:
+        if self.name == "mine":
+            monkeypatch.setattr(Path, "mkdir", mkdir)
+            store.remove_empty(".probe/")
+        mkdir(self, **options)
+
+    monkeypatch.setattr(Path, "mkdir", late)
+    store.put(".probe/mine/k", b"x", mode=PutMode.CREATE)
+    assert store.get(".probe/mine/k") == b"x"
 
 
 def test_a_real_s3_server_may_be_home(s3_server: SeaweedServer, s3_bucket: str) -> None:
