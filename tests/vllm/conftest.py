@@ -1,9 +1,17 @@
 """The real engine, in its own environment: elsewhere nothing here is even collected."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.vllm.crash_nursery import Nursery
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
@@ -29,3 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "ignore:Unclosed context <zmq:ResourceWarning",
     ):
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Where engines come from that are processes of their own: one import for all of them."""
+    from tests.vllm.crash_nursery import Nursery
+
+    with Nursery(tmp_path_factory.mktemp("nursery") / "log") as made:
+        yield made

@@ -37,6 +37,7 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.qwen3_moe",
     "deltastore.adapters.vllm.backend",
@@ -284,6 +285,16 @@ class _Engine:
     def rpc(self, method: str, *arguments: Any, **named: Any) -> Any:
         """A call of all ranks."""
         return self.engine.collective_rpc(method, args=arguments, kwargs=named)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A call of the engine."""
+        return getattr(self.engine, method)(*arguments)
+
+    def said(self, tokens: int) -> Any:
+        """Greedy tokens and log-probs."""
+        from tests.vllm.runs import generate
+
+        return generate(self.engine, tokens)
 
     def label(self) -> str:
         """Which weights it says that it serves."""

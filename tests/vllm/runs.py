@@ -25,6 +25,7 @@ from deltastore.maintenance.settings import MaintenanceSettings
 from deltastore.pipeline.host import HostSource
 from deltastore.repository.resolve import find_head
 from deltastore.repository.way import survey
+from tests.vllm.remote_engine import RemoteEngine, raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from deltastore.format.layout import BitState
     from deltastore.pipeline.publisher import Publisher
     from deltastore.repository.run import Run
+    from tests.vllm.crash_nursery import Nursery
 
 PROMPTS: list[dict[str, Any]] = [
     {"prompt_token_ids": [1, 2, 3]},
@@ -184,18 +186,25 @@ def statuses(engine: Any) -> list[dict[str, Any]]:
     return found
 
 
-def generate(engine: Any, tokens: int = 12) -> list[tuple[Any, ...]]:
-    """Greedy tokens and log-probs; prompts are computed anew, whatever was cached."""
+def generate(engine: Any, tokens: int = 12) -> list[list[Any]]:
+    """Greedy tokens and log-probs; prompts are computed anew, whatever was cached.
+
+    In lists alone: engines in this process and in others are compared, whose answers are JSON.
+    """
+    if isinstance(engine, RemoteEngine):
+        found = engine.said(tokens)
+        assert isinstance(found, list)
+        return found
     from vllm import SamplingParams
 
     assert engine.reset_prefix_cache()
     sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=5, ignore_eos=True)
     outputs = [one.outputs[0] for one in engine.generate(PROMPTS, sampling, use_tqdm=False)]
     return [
-        (
+        [
             list(one.token_ids),
-            [{key: value.logprob for key, value in row.items()} for row in one.logprobs],
-        )
+            [sorted([key, value.logprob] for key, value in row.items()) for row in one.logprobs],
+        ]
         for one in outputs
     ]
 
@@ -212,8 +221,16 @@ def served(engine: Any) -> tuple[Any, Any]:
     return digests(engine), generate(engine)
 
 
-def served_by_a_fresh_one(run: TinyRun, version: int, **arguments: Any) -> tuple[Any, Any]:
-    """The same of an engine on the replayed version; no other may live in this process."""
+def served_by_a_fresh_one(
+    run: TinyRun, version: int, nursery: Nursery | None = None, **arguments: Any
+) -> tuple[Any, Any]:
+    """The same of an engine on the replayed version.
+
+    It comes from the nursery, or lives in this process, where no other may live then.
+    """
+    if nursery is not None:
+        with raised(nursery, run.replayed(version), **UNPACKED, **arguments) as apart:
+            return served(apart)
     from tests.vllm.kit import close_engine, start_engine
 
     fresh = start_engine(run.replayed(version), **UNPACKED, **arguments)

@@ -11,7 +11,7 @@ from deltastore.clock import SystemClock
 from deltastore.pipeline.held_lock import is_locked
 from deltastore.pipeline.spool import SpoolFolder
 from deltastore.testing.servers import SeaweedServer
-from tests.vllm.crash_nursery import DiedError, Nursery, RefusedError
+from tests.vllm.crash_nursery import DiedError, RefusedError
 from tests.vllm.crash_runs import (
     ENGINE,
     PLAIN,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.vllm.crash_nursery import Life
+    from tests.vllm.crash_nursery import Life, Nursery
     from tests.vllm.crash_steps import Step
 
 pytestmark = pytest.mark.vllm
@@ -38,14 +38,6 @@ DOWN_S = 31.0
 GONE_WITHIN_S = 40.0  # vLLM gives workers 5 s to end by themselves, then 4 s; machines are busy
 PAIR = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 PROBE = {"worker_extension_cls": "tests.vllm.crash_probe.CrashProbe"}
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Where engines of this module come from that are processes of their own."""
-    log = tmp_path_factory.mktemp("nursery") / "log"
-    with Nursery(log) as made:
-        yield made
 
 
 class Chain:

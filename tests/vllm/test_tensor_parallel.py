@@ -25,6 +25,8 @@ from tests.vllm.runs import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.vllm.crash_nursery import Nursery
+
 pytestmark = pytest.mark.vllm
 PROBE = {"worker_extension_cls": "tests.vllm.worker_probe.WorkerProbe"}
 PAIR = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -37,7 +39,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_two_ranks_equal_fresh_ones(tmp_path: Path) -> None:
+def test_two_ranks_equal_fresh_ones(tmp_path: Path, nursery: Nursery) -> None:
     """CASE R2, R8, R20, R26: two ranks follow five versions, undo together what fails on one of
     them, re-anchor from poison, skip lost deltas by a composite, and before and after have the
     parameters, tokens and log-probs of a fresh pair; what each says of itself is the same."""
@@ -57,7 +59,7 @@ def test_two_ranks_equal_fresh_ones(tmp_path: Path) -> None:
         close_engine(engine)
         run.close()
     assert [one["rank"] for one in ranks] == [0, 1]
-    assert fifth == skipped == served_by_a_fresh_one(run, last, **PAIR)
+    assert fifth == skipped == served_by_a_fresh_one(run, last, nursery, processes=True, **PAIR)
 
 
 def _fail_on_each_rank(engine: Any, run: TinyRun) -> None:

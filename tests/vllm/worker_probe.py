@@ -1,9 +1,7 @@
-"""What tests do inside a worker: make its writes fail, or end it in the middle of one."""
+"""What tests do inside a worker: make its writes fail, prove its weights."""
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 from deltastore.adapters.vllm.extension import WorkerExtension
@@ -39,20 +37,6 @@ class WorkerProbe(WorkerExtension):
         target.write = failing
         if undo_fails:
             target.undo = undo
-
-    def probe_death(self, after: int) -> None:
-        """Let this process die, as of SIGKILL, after so many parts of the next update."""
-        target = self.weight_transfer_engine._rank._applier._target  # type: ignore[attr-defined]
-        left = [after]
-        write = target.write
-
-        def dying(part: Any, *, keep: bool) -> None:
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            write(part, keep=keep)
-
-        target.write = dying
 
     def probe_whole(self) -> None:
         """Prove all live weights; raises IntegrityError."""
