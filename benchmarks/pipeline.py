@@ -113,9 +113,9 @@ class Link(StoreWrapper):
         """Give the line another speed."""
         self._line = BandwidthStore(self.inner, bytes_per_s=bytes_per_s, clock=self._clock)
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """A put that takes its time."""
-        return self._line.put(key, body, mode=mode)
+        return self._line.put(key, body, mode=mode, sha256=sha256)
 
 
 @contextmanager

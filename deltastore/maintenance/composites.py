@@ -298,7 +298,7 @@ class _SegmentWriter:
         key = self._run.keys.composite_segment(
             self._span.base, self._span.version, self._attempt, len(self.refs), digest
         )
-        self._run.store.put(key, body, mode=PutMode.CREATE)
+        self._run.store.put(key, body, mode=PutMode.CREATE, sha256=digest)
         nnz = sum(block.nnz for block in self._gathered)
         self.refs.append(SegmentRef(key, len(body), digest, nnz))
         self.encodings |= segment_encodings(body)

@@ -63,6 +63,8 @@ class WaitingBody:
     offset: int = 0
     state: _State = _State.WAITING
     dropped: bool = False
+    sha256: str | None = None
+    """The body's, where it is known: it is sent with it, so that the disk cannot change it."""
 
 
 class Backlog:
@@ -111,7 +113,7 @@ class Backlog:
         with self._changed:
             return self._disk_bytes
 
-    def add(self, version: int, key: str, body: bytes) -> bool:
+    def add(self, version: int, key: str, body: bytes, *, sha256: str | None = None) -> bool:
         """Keep a body; False when there is no room for it."""
         with self._changed:
             fits = self._memory_bytes + len(body) <= self._memory_max_bytes
@@ -119,7 +121,7 @@ class Backlog:
             if not (self._open and fits and known):
                 return False
             self._versions[version] += 1
-            self._items.append(WaitingBody(version, key, len(body), body))
+            self._items.append(WaitingBody(version, key, len(body), body, sha256=sha256))
             self._memory_bytes += len(body)
             self._changed.notify_all()
         return True

@@ -104,7 +104,7 @@ def _is_there(target: ObjectStore, item: FetchItem) -> bool:
 def _copy_small(source: ObjectStore, target: ObjectStore, item: FetchItem) -> int:
     if _is_there(target, item):
         return 0
-    target.put(item.key, fetch(source, item).body, mode=PutMode.CREATE)
+    target.put(item.key, fetch(source, item).body, mode=PutMode.CREATE, sha256=item.sha256)
     return item.size_bytes
 
 

@@ -128,7 +128,9 @@ class Outbox:
         encode_s = self._clock.monotonic_s() - started_s
         sent_s = self._clock.monotonic_s()
         self._offer(ref, body)  # before home's queue, which may be full: regions do not wait for it
-        upload = self._uploader.submit(self._run.store, key, body, mode=PutMode.CREATE)
+        upload = self._uploader.submit(
+            self._run.store, key, body, mode=PutMode.CREATE, sha256=digest
+        )
         upload.add_done_callback(lambda done: self._tell(done, ref))
         return SentSegment(ref, segment_encodings(body), encode_s, sent_s, upload)
 

@@ -173,7 +173,7 @@ class RegionReplicator:
         When the backlog is full the body is not kept: the region copies it from home later.
         """
         if version > self._held:
-            self._backlog.add(version, ref.key, body)
+            self._backlog.add(version, ref.key, body, sha256=ref.sha256)
 
     def committed(self, manifest: VersionManifest) -> None:
         """Home holds this version now. Never blocks."""
@@ -216,7 +216,7 @@ class RegionReplicator:
             try:
                 body = self._backlog.read(item)
                 if body is not None:
-                    self._run.store.put(item.key, body, mode=PutMode.CREATE)
+                    self._run.store.put(item.key, body, mode=PutMode.CREATE, sha256=item.sha256)
                     self._note_sent(item)
             except StorageError as err:
                 self._backlog.give_back(item)

@@ -70,7 +70,7 @@ class FileStore:
         """Where this store is, for people."""
         return f"file://{self._root}"
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """Store `body` under `key`; see ObjectStore."""
         path = self._path(key)
         temporary = path.parent / unfinished_name()

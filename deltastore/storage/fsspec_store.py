@@ -79,7 +79,7 @@ class FsspecStore:
         """Where this store is, for people."""
         return self._url
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """Store `body` under `key`; as atomic as the file system makes it (see the probe)."""
         path, copy = self._path(key), bytes(body)
         try:

@@ -48,7 +48,7 @@ class MemoryStore:
         """Where this store is, for people."""
         return f"memory://{self._name}"
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """Store `body` under `key`; see ObjectStore."""
         check_key(key)
         copy = bytes(body)

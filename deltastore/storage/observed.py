@@ -97,9 +97,9 @@ class ObservedStore(StoreWrapper):
         self._region = region
         self._clock = clock
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """A counted put."""
-        outcome = self._call("put", lambda: self.inner.put(key, body, mode=mode))
+        outcome = self._call("put", lambda: self.inner.put(key, body, mode=mode, sha256=sha256))
         self._observer.moved(self._region, sent_bytes=memoryview(body).nbytes)
         return outcome
 

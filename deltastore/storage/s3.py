@@ -78,9 +78,9 @@ class S3Store:
         """The URL and, unless it is AWS, the endpoint; see ChecksBodies."""
         return self._settings.where
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """Store `body` under `key`; see ObjectStore."""
-        return self._writer.put(check_key(key), body, mode)
+        return self._writer.put(check_key(key), body, mode, sha256)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """The object's bytes, or that range of them; see ObjectStore."""

@@ -1,7 +1,7 @@
 """A part that trickles breaks no timeout, and when it is all there its signature is too old.
 
 The client's timeouts count the silence between two pieces, not the whole: this body counts that,
-and ends before the 15 minutes after which S3 no longer takes a signature (S12). It is read straight
+and ends before the 15 minutes after which S3 no longer takes a signature (S12). It is sent straight
 from the memory it lies in, piece by piece: a part in flight costs no copy (S20).
 """
 
@@ -24,9 +24,13 @@ class TimedBody:
     Args:
         view: what is sent; it may be read more than once (to sign it, then to send it).
         deadline_s: from now, by the clock.
+        sha256: of the view, in hex, if it is known; see s3_signing.
     """
 
-    def __init__(self, view: memoryview, *, clock: Clock, deadline_s: float) -> None:
+    def __init__(
+        self, view: memoryview, *, clock: Clock, deadline_s: float, sha256: str | None = None
+    ) -> None:
+        self.sha256 = sha256
         self._view = view
         self._at = 0
         self._clock = clock
@@ -36,14 +40,14 @@ class TimedBody:
     def __len__(self) -> int:
         return len(self._view)
 
-    def read(self, size: int | None = -1) -> bytes:
-        """The next bytes, b'' at the end."""
+    def read(self, size: int | None = -1) -> memoryview:
+        """The next bytes, none at the end: a view of them, for hashes and sockets take views."""
         if self._clock.monotonic_s() - self._started_s > self._deadline_s:
             raise BodyTooSlowError(
                 f"{self._at} of {len(self._view)} bytes in {self._deadline_s:g} s"
             )
         end = len(self._view) if size is None or size < 0 else self._at + size
-        piece = bytes(self._view[self._at : end])
+        piece = self._view[self._at : end]
         self._at += len(piece)
         return piece
 

@@ -75,11 +75,19 @@ class S3Calls:
                     raise
             return request(self.connection().client)
 
-    def body(self, view: memoryview) -> bytes | IO[bytes]:
-        """What to give the client for these bytes: large ones must pass before their deadline."""
+    def body(self, view: memoryview, sha256: str | None = None) -> bytes | IO[bytes]:
+        """What to give the client for these bytes: large ones must pass before their deadline.
+
+        `sha256` is theirs, if it is known: what is large is not hashed again to sign it.
+        """
         if len(view) <= _PIECE_BYTES:
             return bytes(view)
-        body = TimedBody(view, clock=self.retrier.clock, deadline_s=self.settings.part_deadline_s)
+        body = TimedBody(
+            view,
+            clock=self.retrier.clock,
+            deadline_s=self.settings.part_deadline_s,
+            sha256=sha256,
+        )
         return cast("IO[bytes]", body)  # as much of a file as the client uses
 
     def attempt(self, key: str | None, request: Callable[[S3Client], T]) -> T:

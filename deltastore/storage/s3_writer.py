@@ -56,14 +56,16 @@ class S3Writer:
     live: LiveUploads
     on_part: OnPart | None = None
 
-    def put(self, key: str, body: Body, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, mode: PutMode, sha256: str | None) -> PutOutcome:
         """Store `body` under `key`."""
         view = memoryview(body).cast("B")
         if len(view) <= self.calls.settings.part_bytes:
-            return self._put_whole(key, view, mode)
+            return self._put_whole(key, view, mode, sha256)
         return self._put_parts(key, view, mode)
 
-    def _put_whole(self, key: str, body: memoryview, mode: PutMode) -> PutOutcome:
+    def _put_whole(
+        self, key: str, body: memoryview, mode: PutMode, sha256: str | None
+    ) -> PutOutcome:
         calls = self.calls
         arguments: dict[str, Any] = {"Bucket": calls.settings.bucket, "Key": calls.name(key)}
         if mode is PutMode.CREATE:
@@ -72,7 +74,9 @@ class S3Writer:
 
         def attempt() -> PutOutcome:
             try:
-                calls.once(lambda client: client.put_object(Body=calls.body(body), **arguments))
+                calls.once(
+                    lambda client: client.put_object(Body=calls.body(body, sha256), **arguments)
+                )
             except BOTO_ERRORS as err:
                 if mode is PutMode.CREATE and precondition_failed(err):
                     return self._already_there(key, body)

@@ -76,12 +76,16 @@ class ObjectStore(Protocol):
         """Where this store is, for people; never with a secret in it."""
         ...
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """Store `body` under `key`, whole or not at all.
 
         CREATE is atomic among racing writers: exactly one of several different bodies is kept.
         A response that was lost, or an object that exists, is read back and compared: the same
         bytes are ALREADY_OURS, others raise ConflictError(object_exists).
+
+        Args:
+            sha256: the body's, in hex, from who knows it already: a store that must sign the bytes
+                need not read them once more, and one that checks signatures refuses any others.
         """
         ...
 

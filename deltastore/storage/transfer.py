@@ -153,8 +153,18 @@ class Uploader:
         with self._changed:
             return self._pending_bytes
 
-    def submit(self, store: ObjectStore, key: str, body: Body, mode: PutMode) -> Future[PutOutcome]:
+    def submit(
+        self,
+        store: ObjectStore,
+        key: str,
+        body: Body,
+        mode: PutMode,
+        *,
+        sha256: str | None = None,
+    ) -> Future[PutOutcome]:
         """Put `body` on a thread of the pool; `body` must not change until the future resolves.
+
+        `sha256` is the body's, if it is known; see ObjectStore.put.
 
         Raises CancelledError when the uploader is, or meanwhile gets, closed or cancelled.
         """
@@ -163,7 +173,7 @@ class Uploader:
             self._changed.wait_for(lambda: not self._open or self._fits(size_bytes))
             if not self._open:
                 raise CancelledError(f"the uploader is closed; {key} was not sent")
-            future = self._pool.submit(store.put, key, body, mode=mode)
+            future = self._pool.submit(store.put, key, body, mode=mode, sha256=sha256)
             self._pending_bytes += size_bytes
             self._pending.add(future)
         # Outside the lock: a future that is done already calls back on this thread.

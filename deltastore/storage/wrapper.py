@@ -36,9 +36,9 @@ class StoreWrapper:
         """What the inner store says of itself; the probe asks."""
         return bool(getattr(self.inner, "create_is_atomic", True))
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """Pass a put on."""
-        return self.inner.put(key, body, mode=mode)
+        return self.inner.put(key, body, mode=mode, sha256=sha256)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """Pass a get on."""

@@ -124,10 +124,12 @@ class FaultyStore(StoreWrapper):
         with self._lock:
             self._faults.clear()
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """A put, perhaps disturbed."""
         actions = self._begin(Op.PUT, key)
-        outcome = self.inner.put(key, _damage(bytes(body), actions) if actions else body, mode=mode)
+        if actions:  # what arrives may be other bytes: of those nothing is known
+            body, sha256 = _damage(bytes(body), actions), None
+        outcome = self.inner.put(key, body, mode=mode, sha256=sha256)
         _finish(actions)
         return outcome
 
@@ -205,10 +207,10 @@ class LatencyStore(StoreWrapper):
         self._request_s = request_s
         self._clock = clock
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """A put, later."""
         self._clock.sleep_s(self._request_s)
-        return self.inner.put(key, body, mode=mode)
+        return self.inner.put(key, body, mode=mode, sha256=sha256)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """A get, later."""
@@ -242,10 +244,10 @@ class BandwidthStore(StoreWrapper):
         self._up = _Line(bytes_per_s, clock)
         self._down = _Line(bytes_per_s, clock)
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """A put that takes its time."""
         self._clock.sleep_s(self._up.reserve_s(memoryview(body).nbytes))
-        return self.inner.put(key, body, mode=mode)
+        return self.inner.put(key, body, mode=mode, sha256=sha256)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """A get that takes its time."""
@@ -301,10 +303,10 @@ class CountingStore(StoreWrapper):
         with self._lock:
             return Traffic(dict(self._requests), self._sent_bytes, self._received_bytes)
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """A counted put."""
         self._count(Op.PUT)
-        outcome = self.inner.put(key, body, mode=mode)
+        outcome = self.inner.put(key, body, mode=mode, sha256=sha256)
         with self._lock:
             self._sent_bytes += memoryview(body).nbytes
         return outcome

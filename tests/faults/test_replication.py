@@ -35,12 +35,12 @@ class StalledStore(StoreWrapper):
         self.go = threading.Event()
         self.hanging = threading.Event()
 
-    def put(self, key, body, *, mode):
+    def put(self, key, body, *, mode, sha256=None):
         """Hang, then put."""
         if not self.go.is_set():
             self.hanging.set()
             assert self.go.wait(60)
-        return self.inner.put(key, body, mode=mode)
+        return self.inner.put(key, body, mode=mode, sha256=sha256)
 
 
 class SwitchedStore(StoreWrapper):
@@ -52,10 +52,10 @@ class SwitchedStore(StoreWrapper):
         self.fault = unavailable
         self.tried = threading.Event()
 
-    def put(self, key, body, *, mode):
+    def put(self, key, body, *, mode, sha256=None):
         """A put, if it is on."""
         self._check()
-        return self.inner.put(key, body, mode=mode)
+        return self.inner.put(key, body, mode=mode, sha256=sha256)
 
     def get(self, key, byte_range=None):
         """A get, if it is on."""
@@ -343,3 +343,39 @@ def test_confirmed_bodies_are_looked_for_again_after_a_while(tmp_path):
     assert replicator.wait_until(2, 30)
     replicator.close()
     assert world.digests(far) == world.digests(world.home_store)
+
+
+class NotingStore(StoreWrapper):
+    """Notes the digests that come with bodies."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.digests = {}
+
+    def put(self, key, body, *, mode, sha256=None):
+        """A noted put."""
+        self.digests[key] = sha256
+        return super().put(key, body, mode=mode, sha256=sha256)
+
+
+def test_digests_travel_with_segments(tmp_path):
+    """Who hashed a segment for its key says so to home and to a region, even one that gets it much
+    later: no store hashes it again to sign it."""
+    line = SwitchedStore(MemoryStore())
+    home, far = NotingStore(MemoryStore()), NotingStore(line)
+    world = World(tmp_path, home, {"far": far}, SystemClock())
+    publisher = world.publisher(regions=_regions(far=far))
+    assert publisher.wait_regions(30) == []
+    line.off = True
+    for step in range(1, 6):
+        world.step(publisher, step)
+    assert line.tried.wait(30)
+    publisher._fanout._regions[0]._backoff.succeeded()  # the wait itself is not what is tested
+    line.off = False
+    assert publisher.wait_regions(60) == []
+    publisher.close()
+    for store in (home, far):
+        segments = {key: known for key, known in store.digests.items() if "/deltas/" in key}
+        assert len(segments) >= 5
+        for key, known in segments.items():
+            assert known == hashlib.sha256(home.get(key)).hexdigest()

@@ -131,10 +131,10 @@ class SpoilingStore(StoreWrapper):
         self._book = book
         self._flipped: set[str] = set()
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """A put; a result may be stored with a flipped bit, or cut short."""
         if _RESULTS not in key:
-            return self.inner.put(key, body, mode=mode)
+            return self.inner.put(key, body, mode=mode, sha256=sha256)
         job_id = key.split("/")[-2]
         if self._book.left(FLIP_RESULTS):
             outcome = self.inner.put(key, flipped(bytes(body)), mode=mode)
@@ -143,7 +143,7 @@ class SpoilingStore(StoreWrapper):
             outcome = self.inner.put(key, bytes(body)[: len(body) // 2], mode=mode)
             self._book.take(CUT_RESULTS, job_id)
         else:
-            outcome = self.inner.put(key, body, mode=mode)
+            outcome = self.inner.put(key, body, mode=mode, sha256=sha256)
             self._book.note(STORED, job_id)
         return outcome
 

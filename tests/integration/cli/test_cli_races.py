@@ -122,8 +122,8 @@ def test_object_lost_under_a_reader(
 class _Careless(StoreWrapper):
     """A store that takes create-only puts for plain ones."""
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
-        return super().put(key, body, mode=PutMode.OVERWRITE)
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
+        return super().put(key, body, mode=PutMode.OVERWRITE, sha256=sha256)
 
 
 class _Rival:
@@ -137,10 +137,12 @@ class _Rival:
         rival = self
 
         class Watched(StoreWrapper):
-            def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+            def put(
+                self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None
+            ) -> PutOutcome:
                 if "/versions/" in key and not rival.came:
                     rival.came = True
                     rival._publish()
-                return super().put(key, body, mode=mode)
+                return super().put(key, body, mode=mode, sha256=sha256)
 
         return Watched(store)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class _Ignores(StoreWrapper):
     """Accepts If-None-Match and ignores it, as several stores do."""
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         del mode
         return self.inner.put(key, body, mode=PutMode.OVERWRITE)
 
@@ -41,7 +41,7 @@ class _LooksThenWrites(StoreWrapper):
         super().__init__(inner)
         self.both_have_looked = threading.Barrier(2)
 
-    def put(self, key: str, body: Body, *, mode: PutMode) -> PutOutcome:
+    def put(self, key: str, body: Body, *, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         if mode is PutMode.CREATE:
             try:
                 self.inner.get(key)
@@ -49,7 +49,7 @@ class _LooksThenWrites(StoreWrapper):
                 if "race" in key:
                     self.both_have_looked.wait(20.0)
             else:
-                return self.inner.put(key, body, mode=mode)
+                return self.inner.put(key, body, mode=mode, sha256=sha256)
         return self.inner.put(key, body, mode=PutMode.OVERWRITE)
 
 

@@ -49,10 +49,12 @@ class _GateStore(StoreWrapper):
         self.gate = threading.Event()
         self.arrived = threading.Semaphore(0)
 
-    def put(self, key: str, body: bytes, *, mode: PutMode) -> PutOutcome:  # type: ignore[override]
+    def put(  # type: ignore[override]
+        self, key: str, body: bytes, *, mode: PutMode, sha256: str | None = None
+    ) -> PutOutcome:
         self.arrived.release()
         assert self.gate.wait(_WAIT_S)
-        return self.inner.put(key, body, mode=mode)
+        return self.inner.put(key, body, mode=mode, sha256=sha256)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         self.arrived.release()
