@@ -111,6 +111,7 @@ def init(
     sign_key: SignKeys = None,
     *,
     connection: Connection,
+    streams: Streams = 8,
     as_json: AsJson = False,
 ) -> None:
     """Make a run whose version 0 is a checkpoint."""
@@ -123,6 +124,7 @@ def init(
         checkpoint,
         step=step,
         home_name=home,
+        streams=streams,
         relays=relay or (),
         signer=read_signer(sign_key or ()),
         output=Output(as_json),

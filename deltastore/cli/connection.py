@@ -15,12 +15,33 @@ from deltastore.clock import SystemClock
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.ids import check_name
 from deltastore.repository.run import Run, open_run
-from deltastore.storage.url import open_store, split_run_url
+from deltastore.storage.observed import open_observed
+from deltastore.storage.url import split_run_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from deltastore.storage.observed import StoreObserver
+    from deltastore.storage.s3_writer import OnPart
     from deltastore.storage.store import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Who is told what passes a store.
+
+    Args:
+        observer: of calls, bytes and retries; None: nobody.
+        region: what observer and events call the store's region; None: as the run calls its home.
+        on_part: told of the parts of large bodies that have arrived.
+    """
+
+    observer: StoreObserver | None = None
+    region: str | None = None
+    on_part: OnPart | None = None
+
+
+UNWATCHED = Watched()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +60,22 @@ class Connection:
     secret_key_env: str | None = None
 
     @contextmanager
-    def store(self, run_url: str, *, streams: int = 8) -> Iterator[tuple[ObjectStore, str]]:
+    def store(
+        self, run_url: str, *, streams: int = 8, watched: Watched = UNWATCHED
+    ) -> Iterator[tuple[ObjectStore, str]]:
         """The store that `run_url` lies in and the run's name; closed at the end of the block.
 
         `streams` parts of one large object are in flight at once.
         """
         _refuse_password_in(run_url)
         store_url, name = split_run_url(run_url)
-        with self.store_at(store_url, streams=streams) as store:
+        with self.store_at(store_url, streams=streams, watched=watched) as store:
             yield store, name
 
     @contextmanager
-    def store_at(self, store_url: str, *, streams: int = 8) -> Iterator[ObjectStore]:
+    def store_at(
+        self, store_url: str, *, streams: int = 8, watched: Watched = UNWATCHED
+    ) -> Iterator[ObjectStore]:
         """The store at that URL; closed at the end of the block."""
         _refuse_password_in(store_url)
         if (self.access_key_env is None) != (self.secret_key_env is None):
@@ -59,15 +84,18 @@ class Connection:
                 kind=Kind.SETTING,
                 hint="give both, or neither to use the AWS environment and profiles",
             )
-        store = open_store(
+        store = open_observed(
             store_url,
+            watched.observer,
+            watched.region or "",
+            clock=SystemClock(),
             endpoint_url=self.endpoint_url,
             region=self.region,
             profile=self.profile,
             access_key=_variable(self.access_key_env),
             secret_key=_variable(self.secret_key_env),
             streams=streams,
-            clock=SystemClock(),
+            on_part=watched.on_part,
         )
         try:
             yield store
@@ -75,10 +103,10 @@ class Connection:
             store.close()
 
     @contextmanager
-    def run(self, run_url: str, *, streams: int = 8) -> Iterator[Run]:
+    def run(self, run_url: str, *, streams: int = 8, watched: Watched = UNWATCHED) -> Iterator[Run]:
         """The run at `run_url`, opened; NotFoundError(run_missing) when there is none."""
-        with self.store(run_url, streams=streams) as (store, name):
-            yield open_run(store, name)
+        with self.store(run_url, streams=streams, watched=watched) as (store, name):
+            yield open_run(store, name, region=watched.region)
 
 
 def split_relays(relays: Sequence[str]) -> dict[str, str]:

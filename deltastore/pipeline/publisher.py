@@ -53,7 +53,7 @@ from deltastore.repository.resolve import find_head
 from deltastore.storage.transfer import Uploader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from deltastore.clock import Clock
     from deltastore.events import EventSink
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from deltastore.pipeline.draft import Announce
     from deltastore.pipeline.protocols import WeightSource
     from deltastore.repository.run import Run
+    from deltastore.storage.transfer import OnBytes
 
 FENCE_TIMEOUT_S = 3600.0
 
@@ -83,6 +84,7 @@ class Publisher:
         sink: EventSink,
         signer: Signer | None = None,
         announce: Announce | None = None,
+        on_bytes: OnBytes | None = None,
     ) -> None:
         self._home = home
         self._source = source
@@ -105,8 +107,11 @@ class Publisher:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._encoders = ThreadPoolExecutor(settings.encode_threads, thread_name_prefix="encode")
         self._differ = Differ(home.layout, threads=settings.diff_threads)
+        self._on_bytes = on_bytes
         self._uploader = Uploader(
-            streams=settings.streams, max_pending_bytes=settings.spool_max_bytes
+            streams=settings.streams,
+            max_pending_bytes=settings.spool_max_bytes,
+            on_bytes=on_bytes,
         )
         limits = RegionLimits.of(settings)
         target = head.core.version
@@ -132,6 +137,8 @@ class Publisher:
         baseline: Held | None = None,
         signer: Signer | None = None,
         announce: Announce | None = None,
+        on_bytes: OnBytes | None = None,
+        on_read: Callable[[int], None] | None = None,
     ) -> Publisher:
         """Take over a run: find HEAD, rebuild the baseline, commit HEAD + 1 as the fence.
 
@@ -142,6 +149,8 @@ class Publisher:
             signer: makes the signatures of a version manifest from its core's bytes.
             announce: told of every segment once home has it, before its version exists: followers
                 may fetch it ahead. Called on an upload thread; must not block.
+            on_bytes: told what is on its way to home, and what has arrived there.
+            on_read: told the bytes of each piece that is read to rebuild HEAD.
 
         Where bodies are missing, so that HEAD cannot be rebuilt, that version is a full one.
 
@@ -153,7 +162,7 @@ class Publisher:
         head = load_manifest(home, find_head(home))
         held = baseline if baseline and baseline.point == ActiveVersion.of(head) else None
         if held is None:
-            held = _rebuilt(home, head, baseline, clock)
+            held = _rebuilt(home, head, baseline, clock, on_read)
         publisher = cls(
             home,
             source,
@@ -165,6 +174,7 @@ class Publisher:
             sink=sink,
             signer=signer,
             announce=announce,
+            on_bytes=on_bytes,
         )
         try:
             fence = publisher._submit(step, check=True)
@@ -327,7 +337,8 @@ class Publisher:
         publication.captured.set()
         captured_s = self._clock.monotonic_s()
         streams = self._settings.streams
-        files = upload_whole(self._home, state, head.core.version + 1, streams=streams)
+        version, told = head.core.version + 1, self._on_bytes
+        files = upload_whole(self._home, state, version, streams=streams, on_bytes=told)
         uploaded_s = self._clock.monotonic_s()
         steps = (publication.step_first, publication.step_last)
         now_s = self._clock.utc_s()
@@ -361,10 +372,16 @@ class Publisher:
         return max(self._settings.segment_min_bytes, min(wanted, self._settings.segment_max_bytes))
 
 
-def _rebuilt(home: Run, head: VersionManifest, held: Held | None, clock: Clock) -> Held | None:
+def _rebuilt(
+    home: Run,
+    head: VersionManifest,
+    held: Held | None,
+    clock: Clock,
+    on_read: Callable[[int], None] | None,
+) -> Held | None:
     """HEAD's bits from the bucket; None when its bodies do not give them."""
     try:
-        return replay(home, head.core.version, clock=clock, held=held).held
+        return replay(home, head.core.version, clock=clock, held=held, progress=on_read).held
     except (IntegrityError, FormatError, NotFoundError) as err:
         if err.kind not in {Kind.OBJECT_MISSING, Kind.GONE, Kind.DIGEST, Kind.FINGERPRINT}:
             raise

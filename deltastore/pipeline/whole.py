@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deltastore.format.manifest import FileRef
     from deltastore.pipeline.protocols import WeightSource
     from deltastore.repository.run import Run
+    from deltastore.storage.transfer import OnBytes
 
 
 def read_source(source: WeightSource, layout: Layout) -> BitState:
@@ -51,6 +52,9 @@ def read_source(source: WeightSource, layout: Layout) -> BitState:
     return state
 
 
-def upload_whole(home: Run, state: BitState, version: int, *, streams: int) -> tuple[FileRef, ...]:
+def upload_whole(
+    home: Run, state: BitState, version: int, *, streams: int, on_bytes: OnBytes | None = None
+) -> tuple[FileRef, ...]:
     """Put a state's files into home, as a version of that number may name them."""
-    return upload_full(home, version, state, read_template(home), streams=streams)
+    template = read_template(home)
+    return upload_full(home, version, state, template, streams=streams, on_bytes=on_bytes)

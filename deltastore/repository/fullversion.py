@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deltastore.repository.run import Run
     from deltastore.repository.template import Template
     from deltastore.storage.store import PutOutcome
+    from deltastore.storage.transfer import OnBytes
 
 SHARD_MAX_BYTES = 1 << 30
 INDEX_NAME = "model.safetensors.index.json"
@@ -44,12 +45,14 @@ def upload_full(
     attempt: str | None = None,
     shard_max_bytes: int = SHARD_MAX_BYTES,
     streams: int = 2,
+    on_bytes: OnBytes | None = None,
 ) -> tuple[FileRef, ...]:
     """Put a state's files under an attempt of their own; return what a manifest names them by.
 
     Args:
         attempt: the folder's name; random by default.
         shard_max_bytes: a single tensor above it has a file of its own.
+        on_bytes: told of every file when it is ready, and again when it has been put.
 
     All files are confirmed when this returns. Raises StorageError, InvalidInputError (a template
     that does not cover the layout).
@@ -59,7 +62,8 @@ def upload_full(
     shards = _split(template.entries, shard_max_bytes)
     refs: list[FileRef] = []
     weight_map: dict[str, str] = {}
-    with Uploader(streams=streams, max_pending_bytes=2 * shard_max_bytes) as uploader:
+    room_bytes = 2 * shard_max_bytes
+    with Uploader(streams=streams, max_pending_bytes=room_bytes, on_bytes=on_bytes) as uploader:
         pending: list[Future[PutOutcome]] = []
 
         def put(name: str, body: bytes | bytearray) -> None:

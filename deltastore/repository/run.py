@@ -32,7 +32,7 @@ from deltastore.storage.probe import probe_store, require_home
 from deltastore.storage.store import ObjectStore, PutMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from deltastore.clock import Clock
@@ -72,6 +72,10 @@ class CheckpointFile:
 
     name: str
     path: Path
+
+
+def _nobody(size_bytes: int) -> None:
+    """Told of bytes that nobody watches."""
 
 
 def open_run(store: ObjectStore, name: str, *, region: str | None = None) -> Run:
@@ -119,6 +123,7 @@ def create_run(
     step: int = 0,
     probe: bool = True,
     signer: Signer = unsigned,
+    on_put: Callable[[int], None] = _nobody,
 ) -> Run:
     """Make a run whose version 0 is the checkpoint `files` hold; return it as home has it.
 
@@ -130,6 +135,7 @@ def create_run(
         step: optimizer steps already in the checkpoint.
         probe: whether to check first that `home` honours create-only puts.
         signer: makes the signatures of version 0's manifest from its core's bytes.
+        on_put: told the bytes of every file that a region has got, one after the other.
 
     Raises ConflictError(run_exists), StorageError(no_conditional_put).
     """
@@ -150,12 +156,12 @@ def create_run(
             created_ms=int(clock.utc_s() * 1000),
         )
         manifest = _upload_version_zero(
-            home, keys, record, layout, files, fingerprint, step, signer, claim=True
+            home, keys, record, layout, files, fingerprint, step, signer, on_put, claim=True
         )
     else:
-        manifest = _finish(home, keys, record, layout, files, fingerprint, step, signer)
+        manifest = _finish(home, keys, record, layout, files, fingerprint, step, signer, on_put)
     for store in (regions or {}).values():
-        _copy_version_zero(store, keys, record, layout, files, manifest)
+        _copy_version_zero(store, keys, record, layout, files, manifest, on_put)
     return Run(home, keys, record, layout, record.home)
 
 
@@ -168,6 +174,7 @@ def _finish(
     fingerprint: Fingerprint,
     step: int,
     signer: Signer,
+    on_put: Callable[[int], None],
 ) -> VersionManifest:
     """Finish a run whose creation was cut after run.json; refuse one that is whole."""
     exists = _object_exists(home, keys.version(0))
@@ -179,7 +186,7 @@ def _finish(
             hint="choose another name, or publish to the run that is there",
         )
     return _upload_version_zero(
-        home, keys, record, layout, files, fingerprint, step, signer, claim=False
+        home, keys, record, layout, files, fingerprint, step, signer, on_put, claim=False
     )
 
 
@@ -192,13 +199,14 @@ def _upload_version_zero(
     fingerprint: Fingerprint,
     step: int,
     signer: Signer,
+    on_put: Callable[[int], None],
     *,
     claim: bool,
 ) -> VersionManifest:
     home.put(keys.layout(layout.digest), layout.canonical_bytes(), mode=PutMode.CREATE)
     attempt = new_token()
     refs = tuple(
-        _upload_file(home, keys.anchor_file(0, attempt, file.name), file) for file in files
+        _upload_file(home, keys.anchor_file(0, attempt, file.name), file, on_put) for file in files
     )
     core = VersionCore(
         run=record.run,
@@ -242,22 +250,27 @@ def _copy_version_zero(
     layout: Layout,
     files: Sequence[CheckpointFile],
     manifest: VersionManifest,
+    on_put: Callable[[int], None],
 ) -> None:
     store.put(keys.layout(layout.digest), layout.canonical_bytes(), mode=PutMode.CREATE)
     for ref, file in zip(manifest.core.files, files, strict=True):
         if ref.key is not None:
             with _mapped(file.path) as body:
                 store.put(ref.key, body, mode=PutMode.CREATE)
+                on_put(len(body))
     store.put(keys.run_json, record.to_bytes(), mode=PutMode.CREATE)
     store.put(keys.version(0), manifest.to_bytes(), mode=PutMode.CREATE)
 
 
-def _upload_file(store: ObjectStore, key: str, file: CheckpointFile) -> FileRef:
+def _upload_file(
+    store: ObjectStore, key: str, file: CheckpointFile, on_put: Callable[[int], None]
+) -> FileRef:
     with _mapped(file.path) as body:
         digest = hashlib.sha256()
         for begin in range(0, len(body), HASH_CHUNK_BYTES):
             digest.update(body[begin : begin + HASH_CHUNK_BYTES])
         store.put(key, body, mode=PutMode.CREATE)
+        on_put(len(body))
         return FileRef(file.name, key, len(body), digest.hexdigest())
 
 

@@ -13,16 +13,21 @@ from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from deltastore.errors import IntegrityError, InvalidInputError, Kind, NotFoundError
 from deltastore.ids import is_sha256
 from deltastore.storage.store import Body, ByteRange, ObjectStore, PutMode, PutOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
+OnBytes: TypeAlias = "Callable[[int, int], None]"
+"""Told, on any thread, that so many bytes more have arrived, and so many more are on their way.
+
+It must neither block nor raise.
+"""
 DEFAULT_STREAMS = 8
 DEFAULT_PENDING_BYTES = 256 << 20
 _READS = 2  # once, and once more when the bytes were wrong: a cache or a cable may have lied
@@ -122,6 +127,7 @@ class Uploader:
         streams: puts in flight.
         max_pending_bytes: bodies submitted and not yet resolved; `submit` blocks above it. One
             larger body passes when nothing else is pending.
+        on_bytes: told of every body when it is submitted, and again when it has been put.
 
     As a context manager it waits for all puts at the end of the block, or cancels those that have
     not started when the block raises.
@@ -132,6 +138,7 @@ class Uploader:
         *,
         streams: int = DEFAULT_STREAMS,
         max_pending_bytes: int = DEFAULT_PENDING_BYTES,
+        on_bytes: OnBytes | None = None,
     ) -> None:
         _check_streams(streams)
         if max_pending_bytes < 1:
@@ -141,6 +148,7 @@ class Uploader:
                 hint="use at least one segment's bytes",
             )
         self._max_pending_bytes = max_pending_bytes
+        self._on_bytes = on_bytes
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="upload")
         self._changed = threading.Condition()
         self._pending_bytes = 0
@@ -176,6 +184,8 @@ class Uploader:
             future = self._pool.submit(store.put, key, body, mode=mode, sha256=sha256)
             self._pending_bytes += size_bytes
             self._pending.add(future)
+        if self._on_bytes is not None:
+            self._on_bytes(0, size_bytes)
         # Outside the lock: a future that is done already calls back on this thread.
         future.add_done_callback(lambda done: self._resolved(done, size_bytes))
         return future
@@ -217,6 +227,9 @@ class Uploader:
             self._pending.discard(future)
             self._pending_bytes -= size_bytes
             self._changed.notify_all()
+        put = not future.cancelled() and future.exception() is None
+        if put and self._on_bytes is not None:
+            self._on_bytes(size_bytes, 0)
 
 
 def _check_streams(streams: int) -> None:

@@ -42,7 +42,7 @@ def _fork(action: Callable[[], None]) -> int:
 
 def _command(words: list[str], name: str, step: int | None) -> None:
     """The command line as a user gave it, dying at that step; ends the process."""
-    real = connection.open_store
+    real = connection.open_observed
 
     def opened(*args: Any, **options: Any) -> ObjectStore:
         store = FaultyStore(real(*args, **options))
@@ -52,7 +52,7 @@ def _command(words: list[str], name: str, step: int | None) -> None:
             store.add(fail_at(Op.PUT, before + 1, kill, key_contains=f"{name}/"))
         return store
 
-    connection.open_store = opened
+    connection.open_observed = opened
     sys.stdout = sys.stderr
     try:
         app(words)

@@ -45,9 +45,11 @@ def test_a_trainer_that_cannot_rebuild_its_base_publishes_it_whole(world):
     with pytest.raises(NotFoundError):
         actor.advance()
     change_some(world.state, world.rng)
-    publisher = world.publisher(step=4)
+    told = []
+    publisher = world.publisher(step=4, on_bytes=lambda *moved: told.append(moved))
     core = publisher.head.core
     assert (core.version, core.kind) == (5, VersionKind.FULL)
+    assert tuple(map(sum, zip(*told, strict=True))) == (core.delta_bytes, core.delta_bytes)
     assert [e.version for e in world.events if isinstance(e, BaselineLost)] == [4]
     delta = world.step(publisher, 5)
     publisher.close()

@@ -178,6 +178,16 @@ def test_failures_are_in_the_futures() -> None:
     assert store.get("lost") == b"ours"
 
 
+def test_bytes_are_told_when_they_arrive() -> None:
+    """Every body is told when it is submitted; as done only the one whose put has not failed."""
+    store = FaultyStore(MemoryStore(), [fail_at(Op.PUT, 1, Fail(), key_contains="down")])
+    told: list[tuple[int, int]] = []
+    with Uploader(streams=1, on_bytes=lambda done, more: told.append((done, more))) as uploader:
+        uploader.submit(store, "down", b"1234567", CREATE)
+        uploader.submit(store, "fine", b"12345", CREATE)
+    assert sorted(told) == [(0, 5), (0, 7), (5, 0)]
+
+
 def test_a_submit_above_the_limit_waits() -> None:
     """Pending bytes never pass the limit; room that becomes free lets the next one in."""
     store = _GateStore()
