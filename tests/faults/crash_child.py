@@ -1,11 +1,11 @@
 """Publishes a version again and again, each time in a child that SIGKILLs itself one step later.
 
-Run as a program: `crash_child.py STORE_URL FOLDER KIND OPTIONS`. KIND `puts` kills before and after
-each put of the store; `calls` kills before each system call by which files become durable. Every
-child makes the same run in a folder of its own (s1, s2, ...) and dies in the middle of version 2
-(version 1 says that a new trainer took over), until one lives to its end. One line of JSON for
-each: the folder, whether it was killed. Forked from a process that has one thread and all modules,
-so that a child costs little.
+Run as a program: `crash_child.py STORE_URL FOLDER`. A step is a system call by which files become
+durable; the child dies before it. Deaths at the puts of a real server are in region_crash_child.py.
+Every child makes the same run in a folder of its own (s1, s2, ...) and dies in the middle of
+version 2 (version 1 says that a new trainer took over), until one lives to its end. One line of
+JSON for each: the folder, whether it was killed. Forked from a process that has one thread and all
+modules, so that a child costs little.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.format.kernels import warm_up
 from deltastore.storage.url import open_store
-from deltastore.testing.faults import Callback, FaultyStore, Op, fail_at
 from tests.unit.pipeline.harness import World
 
 if TYPE_CHECKING:
@@ -54,21 +53,16 @@ def kill_at_call(step: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def publish(store: ObjectStore, folder: Path, kind: str, step: int) -> None:
+def publish(store: ObjectStore, folder: Path, step: int) -> None:
     """Make the run, arm the fault, publish version 2."""
-    faulty = FaultyStore(store)
-    world = World(folder, home_store=faulty)
+    world = World(folder, home_store=store)
     publisher = world.publisher()
-    if kind == "puts":
-        before, after = divmod(step - 1, 2)
-        faulty.add(fail_at(Op.PUT, before + 1, Callback(kill_self, after=bool(after))))
-    else:
-        kill_at_call(step)
+    kill_at_call(step)
     world.step(publisher, 1)
     publisher.close()
 
 
-def main(url: str, folder: Path, kind: str, options: dict[str, Any]) -> None:
+def main(url: str, folder: Path) -> None:
     """Children until one lives."""
     warm_up()
     for step in range(1, MOST_STEPS):
@@ -76,7 +70,7 @@ def main(url: str, folder: Path, kind: str, options: dict[str, Any]) -> None:
         child = os.fork()
         if child == 0:
             try:
-                publish(open_store(f"{url}/{name}", **options), folder / name, kind, step)
+                publish(open_store(f"{url}/{name}"), folder / name, step)
                 os._exit(0)
             finally:
                 os._exit(3)
@@ -92,4 +86,4 @@ def main(url: str, folder: Path, kind: str, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]))
