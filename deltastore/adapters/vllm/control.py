@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deltastore.adapters.vllm.verbs import RankVerbs, engine_error, engine_timeout
 from deltastore.errors import ApplyError, InvalidInputError, Kind
-from deltastore.pipeline.engine_control import EngineControl, PauseMode
+from deltastore.pipeline.engine_control import NEWEST, EngineControl, PauseMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-    from deltastore.pipeline.engine_control import ControlBounds
+    from deltastore.pipeline.engine_control import ControlBounds, Wanted
 
     T = TypeVar("T")
 
@@ -56,6 +56,18 @@ class AsyncControl(RankVerbs):
             within_s,
         )
         return [answer for core in answers for answer in core or ()]
+
+    def update(self, wanted: Wanted) -> None:
+        """Bring every rank of every engine core to one staged version, or leave all where they are.
+
+        Each core would take its own newest, and a version may come between the looks of two: with
+        several of them "newest" is what the foremost has staged: to the others, which have the same
+        stager, it is offered already.
+        """
+        if wanted == NEWEST and self._cores() > 1:
+            staged = [one.staged for one in self.status() if one.staged is not None]
+            wanted = max(staged, default=wanted)
+        super().update(wanted)
 
     def name_version(self, text: str) -> None:
         """Have the engine say `text` as the weight version of what it generates from now on."""
@@ -103,16 +115,20 @@ class AsyncControl(RankVerbs):
             within_s,
         )
 
+    def _cores(self) -> int:
+        """How many engine cores there are; 0 where the client does not say."""
+        return len(getattr(self._engine.engine_core, "core_engines", ()))
+
     async def _paused_cores(self) -> list[Any]:
         client = self._engine.engine_core
-        if len(getattr(client, "core_engines", ())) > 1:
+        if self._cores() > 1:
             return list(await client.call_utility_all_async("is_scheduler_paused"))
         return [await self._engine.is_paused()]
 
     async def _every_core(self, utility: str, *arguments: Any) -> list[Any]:
         """One answer per engine core: the engine's own calls drop all but the first."""
         client = self._engine.engine_core
-        if len(getattr(client, "core_engines", ())) > 1:
+        if self._cores() > 1:
             return list(await client.call_utility_all_async(utility, *arguments))
         return [await getattr(self._engine, utility)(*arguments)]
 

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def status(rank: int, version: int = 1) -> dict[str, Any]:
+def status(rank: int, version: int = 1, staged: int | None = None) -> dict[str, Any]:
     """What a rank says."""
-    return {"rank": rank, "active": {"version": version, "policy_hash": hash_of(version)}}
+    active = {"version": version, "policy_hash": hash_of(version)}
+    return {"rank": rank, "active": active, "staged": staged}
 
 
 class Core:
@@ -27,6 +28,7 @@ class Core:
 
     def __init__(self, cores: int) -> None:
         self.core_engines = [b"%d" % number for number in range(cores)]
+        self.staged: list[int | None] = [None] * cores
         self.reset = [True] * cores
         self.paused = [False] * cores
         self.ending = threading.Event()
@@ -40,7 +42,10 @@ class Core:
             return self.reset
         if utility == "is_scheduler_paused":
             return self.paused
-        return [[status(2 * core), status(2 * core + 1)] for core, _ in enumerate(self.reset)]
+        return [
+            [status(2 * core, staged=staged), status(2 * core + 1, staged=staged)]
+            for core, staged in enumerate(self.staged)
+        ]
 
     def call_utility(self, utility: str, *arguments: Any) -> None:
         """As the synchronous client's, which waits for ever."""
@@ -126,6 +131,20 @@ def test_every_core_is_asked(loop: asyncio.AbstractEventLoop) -> None:
     assert control.reset_caches()
     engine.engine_core.reset = [True, False]
     assert not control.reset_caches()
+
+
+@pytest.mark.parametrize(
+    ("staged", "wanted"), [([2, 3, None], 3), ([3, 3, 3], 3), ([None] * 3, "newest")]
+)
+def test_cores_that_see_a_version_come_at_different_times_take_one(
+    loop: asyncio.AbstractEventLoop, staged: list[int | None], wanted: object
+) -> None:
+    """With several engine cores, of which each would take its own newest, all are told one."""
+    engine = Engine(cores=3)
+    engine.engine_core.staged = staged
+    AsyncControl(engine, loop).update(NEWEST)
+    (told,) = [one for one in engine.engine_core.utilities if "update_weights" in one]
+    assert told[-1] == {"update_info": {"version": wanted}}
 
 
 @pytest.mark.parametrize("cores", [1, 2])
