@@ -18,6 +18,7 @@ from deltastore.clock import SystemClock
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+SERVER = "vllm.entrypoints.openai.api_server"
 ROOT = Path(__file__).resolve().parents[2]
 START_WITHIN_S = 240.0
 ANSWER_WITHIN_S = 60.0
@@ -45,6 +46,7 @@ class ApiServer:
         log: where its output goes.
         arguments: beside those that make it small.
         environment: beside this process's.
+        whole_command: whether it is `vllm serve`, which alone can have several API servers.
     """
 
     checkpoint: Path
@@ -54,13 +56,16 @@ class ApiServer:
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    whole_command: bool = False
 
     def __enter__(self) -> ApiServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        module = "tests.vllm.serve_cli" if self.whole_command else SERVER
+        words = ["serve"] if self.whole_command else []
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(sys.executable, "-m", module, *words),
             *("--model", str(self.checkpoint), "--served-model-name", "tiny"),
             *("--host", "127.0.0.1", "--port", str(self.port), "--seed", "0"),
             *("--dtype", "bfloat16", "--enforce-eager", "--generation-config", "vllm"),
