@@ -1,8 +1,10 @@
 """Documents that do not run rot: every block of every document is executed here.
 
-A `bash` block runs in a folder that holds two checkpoint folders, A and B, and whatever the blocks
-above it in the same document left; `make` lines are only checked to name targets. A `python` block
-runs in the same folder. A `console` block shows an exchange and is not run; other languages are not
+A `bash` block runs in a folder that holds two checkpoint folders, A and B (unless the document says
+how to make them), and whatever the blocks above it in the same document left; `make` lines are only
+checked to name targets. A `python` block runs in the same folder. A document that names
+`S3_ENDPOINT` finds there a store with the bucket `models`, and the profile `training` that may use
+it. A `console` block shows an exchange and is not run; other languages are not
 allowed.
 """
 
@@ -14,15 +16,22 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from deltastore.testing.checkpoints import next_checkpoint, tiny_checkpoint
 
+if TYPE_CHECKING:
+    from deltastore.testing.servers import SeaweedServer
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)[^)]*\)")
+_MADE = re.compile(
+    r"""(?<=--out )\S+|(?<=mkdir )\S+|(?<=keygen )\S+|(?<=init "file://\$PWD/)[^"]+"""
+)
 _MAKE = re.compile(r"^make ", re.MULTILINE)
 
 
@@ -62,17 +71,23 @@ RUNNING = [
 
 
 @pytest.mark.parametrize("document", RUNNING, ids=_name)
-def test_the_blocks_of_a_document_run(document: Path, tmp_path: Path) -> None:
+def test_the_blocks_of_a_document_run(
+    document: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Every bash and python block of a document succeeds, in order, in one folder."""
-    tiny_checkpoint(tmp_path / "A", seed=1)
-    next_checkpoint(tmp_path / "A", tmp_path / "B", seed=2)
+    blocks = _blocks(document)
+    if not any("tiny_checkpoint(" in block.text for block in blocks):
+        tiny_checkpoint(tmp_path / "A", seed=1)
+        next_checkpoint(tmp_path / "A", tmp_path / "B", seed=2)
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    for block in _blocks(document):
+    if any("S3_ENDPOINT" in block.text for block in blocks):
+        environment |= _a_store(request.getfixturevalue("s3_server"), tmp_path / "aws")
+    for block in blocks:
         if block.language not in {"bash", "python"}:
             continue
         done = subprocess.run(
@@ -87,6 +102,34 @@ def test_the_blocks_of_a_document_run(document: Path, tmp_path: Path) -> None:
         )
         where = f"{_name(document)}, line {block.line}"
         assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
+
+
+def _a_store(server: SeaweedServer, folder: Path) -> dict[str, str]:
+    """What a process needs to use the bucket `models` by the profile `training`."""
+    server.create_bucket("models")
+    folder.mkdir()
+    keys = f"aws_access_key_id={server.access_key}\naws_secret_access_key={server.secret_key}\n"
+    (folder / "credentials").write_text(f"[training]\n{keys}", encoding="utf-8")
+    (folder / "config").write_text(f"[profile training]\nregion={server.region}\n", "utf-8")
+    return {
+        "S3_ENDPOINT": server.endpoint,
+        "AWS_SHARED_CREDENTIALS_FILE": str(folder / "credentials"),
+        "AWS_CONFIG_FILE": str(folder / "config"),
+    }
+
+
+def test_documents_share_no_output() -> None:
+    """Who tries several documents in one folder meets no output that another one has made."""
+    made = [
+        (name, _name(document))
+        for document in RUNNING
+        for block in _blocks(document)
+        if block.language == "bash"
+        for name in _MADE.findall(block.text)
+    ]
+    names = [name for name, _ in made]
+    assert {"C", "store/sft", "runs/r1", "restored", "first.key"} <= set(names)
+    assert [one for one in made if names.count(one[0]) > 1] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
