@@ -188,20 +188,3 @@ def test_a_store_that_is_away_is_waited_for(follower: tuple[Any, TinyRun]) -> No
     update(engine, version)
     assert engine.get_weight_version() == run.label(version)
     until(lambda: not statuses(engine)[0]["trouble"])
-
-
-def test_a_killed_stager_is_replaced(follower: tuple[Any, TinyRun]) -> None:
-    """A stager that is killed while it holds staged updates is started again, and the engine
-    follows as if nothing had been."""
-    engine, run = follower
-    for _ in range(2):
-        staged = run.publish()
-        until_staged(engine, staged)
-        (pid,) = engine.collective_rpc("probe_stager")
-        os.kill(pid, signal.SIGKILL)
-        update(engine, staged)
-        version = run.publish()
-        update(engine, version)
-        assert engine.get_weight_version() == run.label(version)
-        (other,) = engine.collective_rpc("probe_stager")
-        assert other not in {0, pid}
