@@ -364,6 +364,8 @@ def _read_value(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if type(value) is not hint or hint is float:  # a bool is no int
         raise _refuse(where, f"is {value!r:.40}, not {hint.__name__}")
+    if value == "" and not where.endswith(": redis_url"):  # as a path it would be this folder
+        raise _refuse(where, "is empty")
     return value
 
 

@@ -2,10 +2,10 @@
 
 A `bash` block runs in a folder that holds two checkpoint folders, A and B (unless the document says
 how to make them), and whatever the blocks above it in the same document left; `make` lines are only
-checked to name targets. A `python` block runs in the same folder. A document that names
-`S3_ENDPOINT` finds there a store with the bucket `models`, and the profile `training` that may use
-it. A `console` block shows an exchange and is not run; other languages are not
-allowed.
+checked to name targets. A `python` block runs in the same folder. Workers find the clone in
+`PYTHONPATH`. A document that names `S3_ENDPOINT` finds there a store with the bucket `models`, and
+the profile `training` that may use it. A `console` block shows an exchange and is not run; other
+languages are not allowed.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def test_the_blocks_of_a_document_run(
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
+    if any("-m workers." in block.text for block in blocks):
+        environment["PYTHONPATH"] = str(ROOT)
     if any("S3_ENDPOINT" in block.text for block in blocks):
         environment |= _a_store(request.getfixturevalue("s3_server"), tmp_path / "aws")
     for block in blocks:

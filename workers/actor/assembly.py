@@ -50,7 +50,7 @@ def act(
     settings = around.config.actor
     if settings is None:
         raise InvalidInputError(
-            "the file has no `actor` part", kind=Kind.SETTING, hint="see workers/config.py"
+            "the file has no `actor` part", kind=Kind.SETTING, hint="see docs/workers.md"
         )
     torch.set_num_threads(around.config.threads)
     safe_point = SafePoint(around.clock)

@@ -24,7 +24,7 @@ def replicate(at: Premises, stopping: threading.Event) -> None:
     config, settings = at.config, at.config.replicate
     if settings is None:
         raise InvalidInputError(
-            "the file has no `replicate` part", kind=Kind.SETTING, hint="see workers/config.py"
+            "the file has no `replicate` part", kind=Kind.SETTING, hint="see docs/workers.md"
         )
     streams = {region.name: region.streams for region in config.regions}
     others = [

@@ -45,7 +45,7 @@ def tend(at: Premises, stopping: threading.Event) -> None:
     settings = at.config.maintenance
     if settings is None:
         raise InvalidInputError(
-            "the file has no `maintenance` part", kind=Kind.SETTING, hint="see workers/config.py"
+            "the file has no `maintenance` part", kind=Kind.SETTING, hint="see docs/workers.md"
         )
     rounds = 0
     tender = Tender(at, settings)

@@ -32,7 +32,7 @@ def _work(config: WorkerConfig) -> None:
     settings = config.stager
     if settings is None:
         raise InvalidInputError(
-            "the file has no `stager` part", kind=Kind.SETTING, hint="see workers/config.py"
+            "the file has no `stager` part", kind=Kind.SETTING, hint="see docs/workers.md"
         )
     trusted = settings.trusted_keys
     require_spool(Path(settings.folder))

@@ -66,7 +66,7 @@ def train(
     settings = around.config.trainer
     if settings is None:
         raise InvalidInputError(
-            "the file has no `trainer` part", kind=Kind.SETTING, hint="see workers/config.py"
+            "the file has no `trainer` part", kind=Kind.SETTING, hint="see docs/workers.md"
         )
     torch.set_num_threads(around.config.threads)
     live, first_step = _weights_at_head(around)

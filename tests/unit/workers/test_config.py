@@ -48,6 +48,9 @@ def test_a_file_reads_back_as_it_was_written() -> None:
     ("change", "named"),
     [
         ({"colour": "red"}, "colour"),
+        ({"run_dir": ""}, "run_dir is empty"),
+        ({"checkpoint": ""}, "checkpoint is empty"),
+        ({"actor": {"actor_id": "a", "region": "eu", "stager_folder": ""}}, "folder is empty"),
         ({"threads": True}, "threads"),
         ({"threads": 0}, "threads"),
         ({"seed": 1.5}, "seed"),
