@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -120,23 +118,6 @@ def test_no_more_connections_than_allowed(
     assert all(body == b"x" * 10_000 for body in bodies)
     assert proxy.most_in_flight <= 4
     assert not [record for record in caplog.records if "urllib3" in record.name]
-
-
-def test_a_forked_child_has_its_own_connection(s3_store: S3Store) -> None:
-    """CASE S9: after a fork the child reads and writes within seconds, and the parent goes on."""
-    s3_store.put("k", BODY, mode=CREATE)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)  # a child that hangs ends with another status
-        try:
-            s3_store.put("child", b"child", mode=CREATE)
-            os._exit(0 if s3_store.get("k") == BODY else 3)
-        finally:
-            os._exit(4)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert s3_store.get("child") == b"child"
-    assert s3_store.get("k") == BODY
 
 
 def test_a_version_from_another_process_is_seen(
