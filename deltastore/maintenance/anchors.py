@@ -16,7 +16,6 @@ from deltastore.config import require
 from deltastore.errors import IntegrityError, Kind
 from deltastore.events import AnchorWritten, discard
 from deltastore.format.fingerprint import ZERO
-from deltastore.format.manifest import VersionKind
 from deltastore.format.mixing import fingerprint_tensors
 from deltastore.format.shortcut import AnchorCore, AnchorManifest
 from deltastore.format.signing import unsigned
@@ -98,9 +97,7 @@ def chain_facts(
     """Look at a region's chain as a joiner would."""
     head = find_head(run)
     found = survey(run, head, streams=streams, trusted=trusted)
-    whole = [one.version for one in found.shortcuts if one.base is None]
-    whole += [v for v, m in found.manifests.items() if m.core.kind is VersionKind.FULL]
-    start = max(v for v in whole if v <= head)
+    start = max(v for v in found.whole_states() if v <= head)
     candidate = head - head % policy.multiple
     chain_bytes = chain_links = 0
     if candidate > start:

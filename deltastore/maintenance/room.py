@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deltastore.format.manifest import VersionKind
 from deltastore.maintenance.anchors import write_anchor
 from deltastore.repository.resolve import find_head
 from deltastore.repository.way import survey
@@ -43,9 +42,7 @@ def room_due(
     if candidate <= 0:
         return None
     found = survey(run, candidate, streams=streams, trusted=trusted)
-    whole = [one.version for one in found.shortcuts if one.base is None]
-    whole += [v for v, m in found.manifests.items() if m.core.kind is VersionKind.FULL]
-    start = max((v for v in whole if v <= candidate), default=candidate)
+    start = max((v for v in found.whole_states() if v <= candidate), default=candidate)
     freed_bytes = sum(m.core.delta_bytes for v, m in found.manifests.items() if v > start)
     return candidate if start < candidate and freed_bytes > run.dense_bytes else None
 

@@ -145,6 +145,12 @@ class Survey:
     floor: int = 0
     avoid: set[Edge] = field(default_factory=set)
 
+    def whole_states(self) -> list[int]:
+        """The versions that are there as whole states: with an anchor, or full ones."""
+        anchors = [one.version for one in self.shortcuts if one.base is None]
+        full = [v for v, m in self.manifests.items() if m.core.kind is VersionKind.FULL]
+        return anchors + full
+
     def links(self, cost: TransferCost, *, starts: bool) -> Iterator[Link]:
         """Everything that leads anywhere, with its price; without `starts` no whole states."""
         for manifest in self.manifests.values():
