@@ -78,7 +78,7 @@ class VersionFolders:
         ConflictError(output_exists) when the folder holds something and was not made by this.
         """
         self.out.mkdir(parents=True, exist_ok=True)
-        if not (self.out / LOCK).exists() and any(self.out.iterdir()):
+        if not (self.out / LOCK).is_file() and any(self.out.iterdir()):  # nor wait for a pipe
             raise ConflictError(
                 f"{self.out} holds other files",
                 kind=Kind.OUTPUT_EXISTS,

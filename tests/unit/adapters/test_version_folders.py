@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,18 @@ def test_one_writer(tmp_path: Path) -> None:
         assert err.value.kind is Kind.LEASE_HELD
     with folders.writing():
         assert folders.latest() is None
+
+
+def test_a_lock_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A pipe in the place of the lock is another's: the folder is refused."""
+    folders = VersionFolders(tmp_path, RUN)
+    os.mkfifo(tmp_path / ".lock")
+    held = os.open(tmp_path / ".lock", os.O_RDWR)  # what would wait for it fails instead
+    try:
+        with pytest.raises(ConflictError), folders.writing():
+            pass
+    finally:
+        os.close(held)
 
 
 def test_another_run_is_refused(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
