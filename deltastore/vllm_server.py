@@ -20,10 +20,11 @@ from deltastore.observability.metrics import Metrics
 from deltastore.storage.url import split_run_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from deltastore.adapters.vllm.server_settings import ServerSettings
     from deltastore.events import EventSink
+    from deltastore.storage.store_use import StoreUse
 
 
 def endpoint_plugin() -> DeltastoreEndpoints:
@@ -32,8 +33,11 @@ def endpoint_plugin() -> DeltastoreEndpoints:
 
 
 @contextmanager
-def observe(settings: ServerSettings) -> Iterator[EventSink]:
-    """A sink that counts in this process's default registry, which vLLM's `/metrics` shows."""
+def observe(
+    settings: ServerSettings,
+) -> Iterator[tuple[EventSink, Callable[[StoreUse], None]]]:
+    """What counts in this process's default registry, which vLLM's `/metrics` shows: a sink, and
+    what takes the use that the engine's ranks and their stager make of their store."""
     metrics = Metrics(split_run_url(settings.engine.run)[1])
     with ExitStack() as stack:
         sink: EventSink = metrics
@@ -41,4 +45,4 @@ def observe(settings: ServerSettings) -> Iterator[EventSink]:
             sink = both(metrics, stack.enter_context(JsonlSink(settings.events, SystemClock())))
         REGISTRY.register(metrics.registry)
         stack.callback(REGISTRY.unregister, metrics.registry)
-        yield sink
+        yield sink, metrics.used

@@ -108,6 +108,11 @@ class Connection:
         with self.store(run_url, streams=streams, watched=watched) as (store, name):
             yield open_run(store, name, region=watched.region)
 
+    def home_name(self, run_url: str) -> str:
+        """What the run at `run_url` calls its home: what is counted under no name keeps none."""
+        with self.run(run_url) as run:
+            return run.record.home
+
 
 def split_relays(relays: Sequence[str]) -> dict[str, str]:
     """Names and run URLs of the regions that `--relay NAME=RUN_URL` names, each once."""

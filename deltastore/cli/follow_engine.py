@@ -9,7 +9,6 @@ out of rotation, and the exit code says so.
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import sys
 import threading
@@ -18,17 +17,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deltastore.adapters.vllm_http import HttpControl
+from deltastore.cli.connection import Watched
 from deltastore.cli.files import typed_errors
 from deltastore.cli.keys import read_trusted
+from deltastore.cli.observing import Observing
 from deltastore.cli.output import one_line
 from deltastore.cli.signals import SignalBell
 from deltastore.clock import SystemClock
 from deltastore.errors import ApplyError, InvalidInputError, Kind
-from deltastore.events import both, discard
-from deltastore.observability.jsonl import JsonlSink
+from deltastore.ids import check_name
 from deltastore.pipeline.engine_control import PauseMode
 from deltastore.pipeline.safe_point import SafePointDriver, SafePointSettings, Turn
+from deltastore.pipeline.spool_use import UseReader
 from deltastore.repository.resolve import find_head
+from deltastore.storage.url import split_run_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,9 +39,6 @@ if TYPE_CHECKING:
     from deltastore.cli.connection import Connection
     from deltastore.cli.output import Document, Output
     from deltastore.clock import Clock
-    from deltastore.events import EventSink
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class EngineFollowing:
         policy: what becomes of requests in flight.
         once: activate what exists now, then end.
         within_s: how long `once` may take.
-        events: a file that each event is appended to.
-        metrics_port: of this machine, where metrics are served; 0 takes any free one.
+        observing: where it says what happens.
+        region_name: what events and metrics call the bucket's region; None: as the run calls home.
     """
 
     server: str
@@ -63,8 +62,8 @@ class EngineFollowing:
     jitter_s: float = 1.0
     within_s: float = 600.0
     trusted: Path | None = None
-    events: Path | None = None
-    metrics_port: int | None = None
+    observing: Observing = Observing()  # noqa: RUF009 - it is frozen
+    region_name: str | None = None
 
     @property
     def safe_points(self) -> SafePointSettings:
@@ -90,18 +89,20 @@ def follow_engine(
     control = HttpControl(
         following.server, init_info=_worker_settings(run_url, connection, following)
     )
-    with connection.run(run_url) as run:  # it exists, before anything is paused
-        newest = find_head(run)
     with ExitStack() as stack:
+        name = split_run_url(run_url)[1]
+        sink, metrics = following.observing.begin(stack, name, clock)
+        region = following.region_name
+        if region is None and metrics is not None:
+            region = connection.home_name(run_url)
+        with connection.run(run_url, watched=Watched(metrics, region)) as run:
+            newest = find_head(run)  # it exists, before anything is paused
         driver = SafePointDriver(
-            control,
-            clock,
-            name=str(control.address),
-            settings=following.safe_points,
-            sink=_observed(stack, run.name, following, clock),
+            control, clock, name=str(control.address), settings=following.safe_points, sink=sink
         )
+        used = None if metrics is None else UseReader(metrics.used)
         ctrl_c = stack.enter_context(_ending_on_signals(stopping))
-        _drive(run.name, driver, newest, following, clock, stopping, output)
+        _drive(name, driver, newest, following, clock, stopping, output, used)
     if driver.view().held:
         raise ApplyError(
             f"{control.address} is left paused: {driver.view().held}",
@@ -110,21 +111,6 @@ def follow_engine(
         )
     if ctrl_c.pressed:
         raise KeyboardInterrupt
-
-
-def _observed(stack: ExitStack, run: str, following: EngineFollowing, clock: Clock) -> EventSink:
-    """What takes the driver's events until the stack is closed."""
-    sink: EventSink = discard
-    if following.metrics_port is not None:
-        from deltastore.observability.metrics import Metrics, MetricsServer
-
-        sink = metrics = Metrics(run)
-        served = stack.enter_context(MetricsServer(metrics, port=following.metrics_port))
-        _LOG.info("metrics of the safe points are at http://127.0.0.1:%d/metrics", served.port)
-    if following.events is not None:
-        with typed_errors(following.events):
-            sink = both(sink, stack.enter_context(JsonlSink(following.events, clock)))
-    return sink
 
 
 def _worker_settings(
@@ -144,6 +130,8 @@ def _worker_settings(
         "region": connection.region,
     }
     settings |= {name: value for name, value in parts.items() if value is not None}
+    if following.region_name is not None:
+        settings["region_name"] = check_name(following.region_name, "region name")
     if following.trusted is not None:
         read_trusted(following.trusted)  # refused here, not in the engine
         with typed_errors(following.trusted):
@@ -159,12 +147,15 @@ def _drive(
     clock: Clock,
     stopping: threading.Event,
     output: Output,
+    used: UseReader | None,
 ) -> None:
     """Turn until told to stop, or once: until the server is at `newest`."""
     deadline_s = clock.monotonic_s() + following.within_s
     told: Document = {}
     while not stopping.is_set():
         outcome = driver.turn()
+        if used is not None:
+            used.see(driver.view().ranks)
         told = _tell(run, driver, outcome, told, output)
         served = driver.view().served
         if following.once:

@@ -49,6 +49,14 @@ SecretKeyEnv = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+RegionName = Annotated[
+    str | None,
+    typer.Option(
+        "--region-name",
+        metavar="NAME",
+        help="What events and metrics call this bucket; default: as the run calls its home.",
+    ),
+]
 Streams = Annotated[
     int, typer.Option("--streams", min=1, max=256, help="Parallel connections to the store.")
 ]

@@ -9,6 +9,7 @@ import typer
 
 from deltastore.cli.options import (
     AsJson,
+    RegionName,
     RunUrl,
     Streams,
     TrustedKeysFile,
@@ -39,6 +40,17 @@ def stage(
             "--until-stdin-ends", help="End when stdin is closed: with the process that started it."
         ),
     ] = False,
+    events: Annotated[
+        Path | None,
+        typer.Option("--events", metavar="FILE", help="Append events to this file."),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port", min=0, max=65535, help="Answer GET /metrics on 127.0.0.1; 0: any."
+        ),
+    ] = None,
+    region_name: RegionName = None,
     trusted_keys: TrustedKeysFile = None,
     *,
     connection: Connection,
@@ -47,6 +59,7 @@ def stage(
 ) -> None:
     """Fetch, verify and decode each new version once for all engines of this host."""
     from deltastore.cli.keys import read_trusted
+    from deltastore.cli.observing import Observing
     from deltastore.cli.staging import Staging, stage_run
     from deltastore.config import FollowerSettings
 
@@ -60,6 +73,8 @@ def stage(
             stage_max_bytes=stage_max_bytes,
         ),
         until_stdin_ends=until_stdin_ends,
+        observing=Observing(events, metrics_port),
+        region_name=region_name,
         trusted=read_trusted(trusted_keys),
     )
     stage_run(run_url, connection, staging, Output(as_json))

@@ -11,16 +11,22 @@ import json
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deltastore.cli.connection import Watched
 from deltastore.cli.files import typed_errors
+from deltastore.cli.observing import Observers, Observing
 from deltastore.cli.output import one_line, size_text
 from deltastore.cli.signals import ring_on_sigterm
 from deltastore.clock import SystemClock
 from deltastore.errors import ConflictError, Kind
-from deltastore.events import Event, VersionStaged
+from deltastore.events import Event, VersionStaged, both
+from deltastore.ids import check_name
 from deltastore.pipeline.stager import Stager
+from deltastore.storage.store_use import UseCounter
+from deltastore.storage.url import split_run_url
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from deltastore.cli.output import Document, Output
     from deltastore.config import FollowerSettings
     from deltastore.format.signing import TrustedKeys
+    from deltastore.storage.observed import StoreObserver
 
 NAME = "stager"
 _OF_A_SPOOL = ("ranks", "whole")  # whoever comes first, stager or engine, makes one of them
@@ -42,11 +49,14 @@ class Staging:
     Args:
         folder: where the stager meets the ranks of its host.
         until_stdin_ends: whether a closed stdin ends it.
+        region_name: what events and metrics call the bucket's region; None: as the run calls home.
     """
 
     folder: Path
     settings: FollowerSettings
     until_stdin_ends: bool = False
+    observing: Observing = Observing()  # noqa: RUF009 - it is frozen
+    region_name: str | None = None
     trusted: TrustedKeys | None = None
 
 
@@ -75,17 +85,29 @@ def stage_run(run_url: str, connection: Connection, staging: Staging, output: Ou
     (output_exists) when it is something else, and what opening the run raises.
     """
     require_spool(staging.folder)
+    if staging.region_name is not None:
+        check_name(staging.region_name, "region name")
     stopping = threading.Event()
     ring_on_sigterm(stopping.set)
     if staging.until_stdin_ends:
         threading.Thread(target=_watch_stdin, args=(stopping,), name="stdin", daemon=True).start()
-    with connection.run(run_url, streams=staging.settings.streams) as run:
+    clock = SystemClock()
+    with ExitStack() as stack:
+        sink, metrics = staging.observing.begin(stack, split_run_url(run_url)[1], clock)
+        counter, region = UseCounter(), staging.region_name
+        if region is None and metrics is not None:
+            region = connection.home_name(run_url)
+        told: tuple[StoreObserver, ...] = (counter,) if metrics is None else (counter, metrics)
+        watched = Watched(Observers(told), region)
+        streams = staging.settings.streams
+        run = stack.enter_context(connection.run(run_url, streams=streams, watched=watched))
         document: Document = {"run": run.name, "folder": str(staging.folder), "version": None}
-        document |= {"read_bytes": 0, "nnz": 0, "seconds": 0.0}
+        document |= {"region": run.region, "read_bytes": 0, "parts": 0, "nnz": 0, "seconds": 0.0}
 
         def tell(event: Event) -> None:
             if isinstance(event, VersionStaged):
                 row = {"version": event.version, "read_bytes": event.size_bytes, "nnz": event.nnz}
+                row |= {"parts": event.parts}
                 _emit(document | row | {"seconds": round(event.stage_s, 3)}, output)
 
         with typed_errors(staging.folder):
@@ -93,10 +115,11 @@ def stage_run(run_url: str, connection: Connection, staging: Staging, output: Ou
                 run,
                 staging.folder,
                 name=NAME,
-                clock=SystemClock(),
+                clock=clock,
                 settings=staging.settings,
-                sink=tell,
+                sink=both(tell, sink),
                 trusted=staging.trusted,
+                use=counter,
             )
         _emit(document, output)
         stager.run(stopping)

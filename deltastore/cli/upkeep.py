@@ -14,6 +14,7 @@ import typer
 
 from deltastore.cli.options import (
     AsJson,
+    RegionName,
     RunUrl,
     SignKeys,
     Streams,
@@ -195,9 +196,10 @@ def follow(
             "--metrics-port",
             min=0,
             max=65535,
-            help="With --vllm: answer GET /metrics on 127.0.0.1.",
+            help="With --vllm: answer GET /metrics on 127.0.0.1; 0: any.",
         ),
     ] = None,
+    region_name: RegionName = None,
     trusted_keys: TrustedKeysFile = None,
     *,
     connection: Connection,
@@ -210,6 +212,7 @@ def follow(
 
     if vllm is not None:
         from deltastore.cli.follow_engine import EngineFollowing, follow_engine
+        from deltastore.cli.observing import Observing
 
         _refuse_together("--vllm", "--out", out is not None)
         engine = EngineFollowing(
@@ -219,14 +222,14 @@ def follow(
             poll_s,
             within_s=within_s,
             trusted=trusted_keys,
-            events=events,
-            metrics_port=metrics_port,
+            observing=Observing(events, metrics_port),
+            region_name=region_name,
         )
         follow_engine(run_url, connection, engine, Output(as_json))
         return
-    if events is not None or metrics_port is not None:
+    if any(given is not None for given in (events, metrics_port, region_name)):
         raise InvalidInputError(
-            "--events and --metrics-port tell of a server's safe points",
+            "--events, --metrics-port and --region-name tell of a server's safe points",
             kind=Kind.SETTING,
             hint="give --vllm URL, too",
         )

@@ -7,13 +7,15 @@ over wires that carry strings and numbers only, so it is parsed, not trusted.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from deltastore.config import require
-from deltastore.errors import ApplyError, Kind
+from deltastore.errors import ApplyError, FormatError, Kind
 from deltastore.ids import is_sha256
+from deltastore.storage.store_use import StoreUse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 NEWEST: Literal["newest"] = "newest"
 Wanted: TypeAlias = "int | Literal['newest']"
 MAX_TEXT_CHARS = 2000
+MAX_STORES = 8
 
 
 class PauseMode(StrEnum):
@@ -60,6 +63,7 @@ class RankStatus:
         dense_share: part of the layout's bytes that can only be reloaded whole, 0 to 1.
         last_pause_s: seconds that its last activation took.
         asleep: whether memory of the engine is away: nothing may run, nothing may be written.
+        store: how it has used its store, and the host's stager has.
     """
 
     rank: int
@@ -74,6 +78,7 @@ class RankStatus:
     scratch_bytes: int = 0
     last_pause_s: float | None = None
     asleep: bool = False
+    store: tuple[StoreUse, ...] = ()
 
     @classmethod
     def parse(cls, document: object) -> RankStatus:
@@ -94,6 +99,7 @@ class RankStatus:
                 scratch_bytes=_number(document.get("scratch_bytes") or 0),
                 last_pause_s=_seconds(document.get("last_pause_s")),
                 asleep=_yes(document.get("asleep", False)),
+                store=_uses(document.get("store")),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise _not_a_status(document) from err
@@ -201,6 +207,15 @@ def _served(part: object) -> ServedVersion | None:
     if not isinstance(part, dict) or not is_sha256(str(part["policy_hash"])):
         raise ValueError("not a version")
     return ServedVersion(_number(part["version"]), part["policy_hash"])
+
+
+def _uses(part: object) -> tuple[StoreUse, ...]:
+    """What can be read of it: numbers for people are no reason to doubt a rank."""
+    found = []
+    for row in part[:MAX_STORES] if isinstance(part, list) else ():
+        with suppress(FormatError):
+            found.append(StoreUse.parse(row))
+    return tuple(found)
 
 
 def _number(part: object) -> int:

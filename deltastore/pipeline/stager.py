@@ -35,6 +35,7 @@ from deltastore.pipeline.spool import (
     SpoolFolder,
     map_update,
 )
+from deltastore.pipeline.spool_use import UseFile
 from deltastore.pipeline.staged import join_updates
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from deltastore.pipeline.copying import Backoff
     from deltastore.pipeline.staged import StagedUpdate
     from deltastore.repository.run import Run
+    from deltastore.storage.store_use import UseCounter
 
 CACHE_MAX_BYTES = 256 << 20
 TURN_S = 0.1
@@ -81,6 +83,7 @@ class Stager:
         hint_source: as the follower's.
         cache_max_bytes: of bodies, for announcements and ranks that lag.
         trusted: keys that must have signed versions and shortcuts; None trusts the bucket.
+        use: counts what passes the run's store; the ranks are told of it.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Stager:
         cache_max_bytes: int = CACHE_MAX_BYTES,
         seed: int | None = None,
         trusted: TrustedKeys | None = None,
+        use: UseCounter | None = None,
     ) -> None:
         self._cache = BodyCache(run.store, run.name, max_bytes=cache_max_bytes)
         self._run = replace(run, store=self._cache)
@@ -113,6 +117,7 @@ class Stager:
         self.folder = SpoolFolder(folder)
         self._lock = HeldLock(self.folder.stager_lock, what="the stager of this host")
         self.folder.clear()
+        self._use = None if use is None else UseFile(folder, use, run.region, clock)
 
     @property
     def spool_bytes(self) -> int:
@@ -142,10 +147,14 @@ class Stager:
         if self._lanes:
             self._cache.passed(min(lane.follower.tip.version for lane in self._lanes))
         self._tell()
+        if self._use is not None:
+            self._use.write()
         return new
 
     def close(self) -> None:
         """Remove the updates and let go of the folder."""
+        if self._use is not None:
+            self._use.write(now=True)
         self.folder.clear()
         self._lock.close()
 

@@ -69,6 +69,17 @@ class StoreUse:
             raise _not_counts(row) from err
         raise _not_counts(row)
 
+    def row(self) -> dict[str, Any]:
+        """The counts as JSON; see `parse`."""
+        return {
+            "counter": self.counter,
+            "region": self.region,
+            "requests": [[*what, calls] for what, calls in sorted(self.requests.items())],
+            "retries": [[cause, times] for cause, times in sorted(self.retries.items())],
+            "sent_bytes": self.sent_bytes,
+            "received_bytes": self.received_bytes,
+        }
+
     def since(self, before: StoreUse | None) -> StoreUse:
         """What was done after `before`; all of it, if those are another process's counts."""
         if before is None or before.counter != self.counter:
@@ -83,11 +94,10 @@ class StoreUse:
 
 
 class UseCounter:
-    """Counts what passes the stores of one region. Thread-safe; a StoreObserver."""
+    """Counts what passes the store of one region, whatever that is called. Thread-safe."""
 
-    def __init__(self, region: str) -> None:
+    def __init__(self) -> None:
         self._counter = new_token()
-        self._region = region
         self._lock = threading.Lock()
         self._requests: Counter[tuple[str, str]] = Counter()
         self._retries: Counter[str] = Counter()
@@ -109,17 +119,17 @@ class UseCounter:
         with self._lock:
             self._retries[err.kind.value] += 1
 
-    def row(self) -> dict[str, Any]:
-        """The counts as JSON; see `StoreUse.parse`."""
+    def row(self, region: str) -> dict[str, Any]:
+        """The counts as JSON, and what the region is called; see `StoreUse.parse`."""
         with self._lock:
-            return {
-                "counter": self._counter,
-                "region": self._region,
-                "requests": [[*what, calls] for what, calls in sorted(self._requests.items())],
-                "retries": [[cause, times] for cause, times in sorted(self._retries.items())],
-                "sent_bytes": self._sent_bytes,
-                "received_bytes": self._received_bytes,
-            }
+            return StoreUse(
+                self._counter,
+                region,
+                self._requests,
+                self._retries,
+                self._sent_bytes,
+                self._received_bytes,
+            ).row()
 
 
 def _more(now: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:

@@ -27,12 +27,14 @@ from deltastore.adapters.vllm.refusals import checkpoint_folder, refuse_unfollow
 from deltastore.adapters.vllm.rendezvous import meet
 from deltastore.adapters.vllm.scratch import Scratch
 from deltastore.adapters.vllm.settings import parse_settings, section_of
+from deltastore.adapters.vllm.store_counts import StoreCounts
 from deltastore.adapters.vllm.world import agree_on_spool, engine_group
 from deltastore.clock import SystemClock
 from deltastore.errors import ApplyError, InvalidInputError, Kind
 from deltastore.events import ActivationFailed, Event, VersionActivated
 from deltastore.repository.run import open_run
-from deltastore.storage.url import open_store, split_run_url
+from deltastore.storage.observed import open_observed
+from deltastore.storage.url import split_run_url
 
 if TYPE_CHECKING:
     from deltastore.adapters.vllm.holdings import Holdings
@@ -98,6 +100,7 @@ class DeltastoreEngine(WeightTransferEngine):
         self._unfit = ""
         self.errors_are_answers = False  # see rank_call.py; the engine core's calls set it
         self._store: Any = None
+        self._counts = StoreCounts()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """Any settings; what they are is checked together with the configuration's."""
@@ -203,6 +206,7 @@ class DeltastoreEngine(WeightTransferEngine):
             "scratch_bytes": 0 if settings is None else settings.scratch_max_bytes,
             "last_pause_s": None if rank is None else rank.last_pause_s,
             "asleep": bool(self._asleep),
+            "store": self._counts.rows(),
         }
 
     def fell_asleep(self, level: int = 1) -> None:
@@ -258,6 +262,7 @@ class DeltastoreEngine(WeightTransferEngine):
 
         meet(group, self._clock, open_all)
         run, model = opened[0]
+        self._counts.follows(run.region, folder if group.rank == 0 else None)
         holdings = self._holdings
         if holdings is None or holdings.layout != run.layout:
             # Once only: later the weights are not the checkpoint's any more.
@@ -290,14 +295,16 @@ class DeltastoreEngine(WeightTransferEngine):
 
     def _open(self, settings: EngineSettings) -> Run:
         store_url, name = split_run_url(settings.run)
-        self._store = open_store(
+        self._store = open_observed(
             store_url,
+            self._counts.counter,
+            "",  # known when the run is open
+            clock=self._clock,
             endpoint_url=settings.endpoint,
             region=settings.region,
             profile=settings.profile,
-            clock=self._clock,
         )
-        return open_run(self._store, name)
+        return open_run(self._store, name, region=settings.region_name)
 
     def _model(self, settings: EngineSettings) -> EngineModel:
         folder = checkpoint_folder(self.vllm_config, settings)

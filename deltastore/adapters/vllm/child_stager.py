@@ -110,6 +110,7 @@ def stage_command(settings: EngineSettings, folder: Path) -> list[str]:
         "--endpoint-url": settings.endpoint,
         "--region": settings.region,
         "--profile": settings.profile,
+        "--region-name": settings.region_name,
     }
     for option, value in named.items():
         words += [] if value is None else [option, value]

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from deltastore.adapters.vllm.server_settings import ServerSettings
     from deltastore.events import EventSink
     from deltastore.pipeline.engine_control import ServedVersion
+    from deltastore.storage.store_use import StoreUse
+
+    Used = Callable[[StoreUse], None]
 
 _LOG = logging.getLogger(__name__)
 STATUS_PATH = "/deltastore/status"
@@ -49,14 +52,15 @@ class DeltastoreEndpoints:
     """vLLM's `EndpointPlugin`: routes, headers, and the follower of one API server.
 
     Args:
-        observe: what takes the follower's events, from its start to the server's end.
+        observe: what takes the follower's events, and what takes the use of its store, from the
+            follower's start to the server's end.
     """
 
     name = "deltastore"
     required_tasks = None
 
     def __init__(
-        self, observe: Callable[[ServerSettings], AbstractContextManager[EventSink]]
+        self, observe: Callable[[ServerSettings], AbstractContextManager[tuple[EventSink, Used]]]
     ) -> None:
         self._observe = observe
         self._around = ExitStack()
@@ -105,9 +109,9 @@ class DeltastoreEndpoints:
         settings = parse_server(section)
         control = AsyncControl(engine_client, asyncio.get_running_loop(), bounds=settings.bounds)
         server = f"{os.getppid()} {args.host} {args.port} {getattr(args, 'uds', None)}"
-        sink = self._around.enter_context(self._observe(settings))
+        sink, used = self._around.enter_context(self._observe(settings))
         self._following = ServerFollowing(
-            control, settings, SystemClock(), server=server, sink=sink
+            control, settings, SystemClock(), server=server, sink=sink, used=used
         )
         self._following.start()
 

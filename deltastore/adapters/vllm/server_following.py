@@ -21,15 +21,18 @@ from deltastore.errors import FormatError, InvalidInputError, Kind
 from deltastore.events import both, discard
 from deltastore.pipeline.held_lock import HeldLock, remove_if_dead
 from deltastore.pipeline.safe_point import SafePointDriver, SafePointView
+from deltastore.pipeline.spool_use import UseReader
 from deltastore.storage.url import split_run_url
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from deltastore.adapters.vllm.server_settings import ServerSettings
     from deltastore.clock import Clock
     from deltastore.events import Event, EventSink
     from deltastore.pipeline.engine_control import EngineControl, ServedVersion
+    from deltastore.storage.store_use import StoreUse
 
 _LOG = logging.getLogger(__name__)
 STOP_WITHIN_S = 10.0
@@ -44,6 +47,7 @@ class ServerFollowing:
         control: of the server's engine.
         server: names the engine among those of this host; the same in all its API servers.
         sink: takes events besides the server's log.
+        used: takes what the engine's ranks and their stager have done with their store.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class ServerFollowing:
         *,
         server: str,
         sink: EventSink = discard,
+        used: Callable[[StoreUse], None] | None = None,
     ) -> None:
+        self._used = used
         self._settings = settings
         self._clock = clock
         self._look_s = settings.safe_points.look_s
@@ -72,7 +78,7 @@ class ServerFollowing:
         self._lock_path = folder / f"{key}.lock"
         self._written_path = folder / f"{key}{WRITTEN}"
         self._stopping = threading.Event()
-        self._leads = False
+        self._leads = self._took_over = False
         self._died = ""
         self._read: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name="deltastore-follower", daemon=True)
@@ -126,6 +132,7 @@ class ServerFollowing:
             except InvalidInputError as err:
                 if err.kind is not Kind.LEASE_HELD:
                     raise
+            self._took_over = True
             self._read = _read_written(self._written_path)
             self._clock.wait(self._stopping, self._look_s)
         return None
@@ -133,9 +140,13 @@ class ServerFollowing:
     def _lead(self) -> None:
         self._leads = True
         _LOG.info("this server follows run %s", self._run_name)
+        # Who led before has counted until now.
+        used = None if self._used is None else UseReader(self._used, already=self._took_over)
         written: dict[str, Any] = {}
         while not self._stopping.is_set():
             self._driver.turn()
+            if used is not None:
+                used.see(self._driver.view().ranks)
             self._read = {}  # of who led before: until now nothing newer was known
             shown = _document(self._driver.view())
             if shown != written:

@@ -54,6 +54,7 @@ class EngineSettings:
     Args:
         run: URL of the run in this host's region, as for the `deltastore` command.
         endpoint, profile, region: of an S3 store; None leaves them to the AWS environment.
+        region_name: what events and metrics call the bucket's region; None: as the run calls home.
         folder: where the host's stager and the ranks meet; None: see `spool_folder`.
         stager: "own" (rank 0 starts one when the host has none) or "shared" (somebody else does).
         engine: name of this engine on this host, for events and the spool; None: host and process.
@@ -78,6 +79,7 @@ class EngineSettings:
     endpoint: str | None = None
     profile: str | None = None
     region: str | None = None
+    region_name: str | None = None
     folder: str | None = None
     stager: str = "own"
     engine: str | None = None
@@ -97,8 +99,9 @@ class EngineSettings:
     def __post_init__(self) -> None:
         split_run_url(self.run)
         require(self.stager in STAGERS, "stager", self.stager, f"one of {', '.join(STAGERS)}")
-        if self.engine is not None:
-            check_name(self.engine, "engine")
+        for name, what in ((self.engine, "engine"), (self.region_name, "region_name")):
+            if name is not None:
+                check_name(name, what)
         require(0 < self.vote_timeout_s <= 3600, "vote_timeout_s", self.vote_timeout_s, "to 3600")
         require(0 <= self.stage_wait_s <= 86400, "stage_wait_s", self.stage_wait_s, "to 86400")
         require(self.shadow_max_bytes >= 0, "shadow_max_bytes", self.shadow_max_bytes, "0 or more")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import urllib.request
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,29 +17,36 @@ from deltastore.adapters.safetensors_dir import load_state, scan_checkpoint
 from deltastore.adapters.vllm.whole_spool import WholeSpool
 from deltastore.cli.staging import require_spool
 from deltastore.clock import SystemClock
+from deltastore.events import VersionStaged
+from deltastore.observability.jsonl import read_events
 from deltastore.pipeline.applier import Applier
 from deltastore.pipeline.held_lock import is_locked
 from deltastore.pipeline.host import HostTarget
 from deltastore.pipeline.spool import SpoolFolder
+from deltastore.pipeline.spool_use import read_use
 from deltastore.pipeline.stager_rank import StagedFeed
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.points import ActiveVersion
 from deltastore.repository.run import open_run
+from deltastore.testing.s3_proxy import Reply, S3Proxy
+from deltastore.testing.servers import free_port
 from tests.integration.cli.cli_kit import Cli, documented
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from deltastore.pipeline.staged import StagedUpdate
+    from deltastore.testing.servers import SeaweedServer
 
 
 @contextmanager
-def staging(*words: str | Path) -> Iterator[Any]:
+def staging(*words: str | Path, env: Mapping[str, str] | None = None) -> Iterator[Any]:
     """`deltastore stage` with pipes on stdin and stdout; its first line has been read."""
     command = [sys.executable, "-m", "deltastore.cli", "stage", *map(str, words), "--json"]
+    environment = {**os.environ, **(env or {})}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
             assert process.stdout is not None
@@ -90,6 +99,48 @@ def test_stage_feeds_the_ranks_of_its_host(
         feed.stop()
     assert not is_locked(SpoolFolder(folder).stager_lock)
     assert list(SpoolFolder(folder).updates.iterdir()) == []
+
+
+def test_what_a_stager_does_is_counted_and_told(
+    bucket: Cli, old: Path, new: Path, tmp_path: Path, s3_server: SeaweedServer
+) -> None:
+    """Over a line that drops an answer: its own metrics, its events and what it tells the ranks all
+    have requests, bytes, parts and the retry by cause, under the region's name."""
+    url, folder, port = bucket.url("r1"), tmp_path / "spool", free_port()
+    bucket.json("init", url, "--checkpoint", old, "--home", "east")
+    bucket.json("publish", url, new, "--step", "1")
+    run = open_run(bucket.store(), "r1")
+    zero, one = (load_manifest(run, version) for version in (0, 1))
+    keys = ["--access-key-env", "TEST_ACCESS_KEY", "--secret-key-env", "TEST_SECRET_KEY"]
+    words = ["--poll-s", "0.05", "--metrics-port", str(port), "--events", tmp_path / "events"]
+    with S3Proxy(s3_server.endpoint) as line:
+        line.add("GET", ".seg", Reply(503, "SlowDown"))
+        where = ["--endpoint-url", line.endpoint, *keys]
+        with staging(url, "--folder", folder, *words, *where, env=bucket.env) as process:
+            feed = StagedFeed(
+                folder, run.layout, ActiveVersion.of(zero), rank="a-0", clock=SystemClock()
+            )
+            row = json.loads(process.stdout.readline())
+            assert (row["version"], row["region"]) == (1, "east")
+            assert row["parts"] == len(one.core.segments)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+            feed.stop()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+    label = 'region="east",run="r1"'
+    assert f'store_retries_total{{cause="throttled",{label}}} 1.0' in text
+    assert f"actor_staged_parts_total{{{label}}} {row['parts']}.0" in text
+    assert f"actor_staged_bytes_total{{{label}}} {row['read_bytes']}.0" in text
+    told = read_use(folder)
+    assert told is not None
+    assert (told.region, told.retries) == ("east", {"throttled": 1})
+    assert told.received_bytes > row["read_bytes"]
+    assert told.requests["get", "ok"] >= 2 + row["parts"]
+    events = [stamped.event for stamped in read_events(tmp_path / "events")]
+    assert [(e.region, e.parts) for e in events if isinstance(e, VersionStaged)] == [
+        ("east", row["parts"])
+    ]
 
 
 @pytest.mark.parametrize(("number", "code"), [(15, 0), (2, 130)])

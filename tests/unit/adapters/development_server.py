@@ -101,6 +101,7 @@ def _document(status: object) -> dict[str, object]:
         "head": status.head,
         "poisoned": status.poisoned,
         "asleep": status.asleep,
+        "store": [use.row() for use in status.store],
     }
 
 

@@ -83,12 +83,14 @@ def test_the_stagers_words_are_the_settings(tmp_path: Path) -> None:
         endpoint="http://127.0.0.1:1",
         profile="p",
         region="r",
+        region_name="east",
         trusted_keys=(line,),
     )
     words = stage_command(settings, tmp_path)
     assert words[words.index("--endpoint-url") + 1] == "http://127.0.0.1:1"
     assert words[words.index("--profile") + 1] == "p"
     assert words[words.index("--region") + 1] == "r"
+    assert words[words.index("--region-name") + 1] == "east"
     assert (tmp_path / "trusted-keys").read_text() == line + "\n"
     assert words[words.index("--trusted-keys") + 1] == str(tmp_path / "trusted-keys")
     assert "--endpoint-url" not in stage_command(EngineSettings(run="s3://b/r1"), tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,8 @@ from deltastore.clock import SystemClock
 from deltastore.errors import InvalidInputError
 from deltastore.events import ActorJoined, SafePointPassed, discard
 from deltastore.pipeline.engine_control import PauseMode
+from deltastore.storage.store_use import UseCounter
+from deltastore.testing.faults import unavailable
 from tests.unit.pipeline.scripted_engine import ScriptedEngine, served
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.events import EventSink
+    from deltastore.storage.store_use import StoreUse
 
 PROMPT = {"min_interval_s": 0, "jitter_s": 0, "poll_s": 0.01}
 
@@ -94,6 +98,50 @@ def test_one_of_two_servers_leads_and_the_other_takes_over(tmp_path: Path) -> No
         first.stop()
         second.stop()
     assert seen[0] == held  # until it knows better than who led before
+    assert engine.wrong == []
+
+
+def test_the_use_of_the_store_is_passed_on_once(tmp_path: Path) -> None:
+    """Counts of ranks and stager are summed whoever repeats them, and whoever leads: who takes over
+    counts on from where it found them; what cannot be read is left out and harms nobody."""
+    engine, counter = ScriptedEngine(), UseCounter()
+    totals: list[Counter[str]] = [Counter(), Counter()]
+
+    def counting(total: Counter[str]) -> ServerFollowing:
+        def take(use: StoreUse) -> None:
+            total["bytes"] += use.received_bytes
+            total.update(use.retries)
+            total.update({" ".join(what): calls for what, calls in use.requests.items()})
+
+        return ServerFollowing(engine, settings(tmp_path), SystemClock(), server="s", used=take)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            counter.called("", "get", "ok", 0.1)
+            counter.moved("", received_bytes=100)
+            counter.retried("", unavailable())
+        engine.store = [counter.row("far"), {"counter": "of another release"}]
+
+    first, second = (counting(total) for total in totals)
+    work(2)
+    first.start()
+    try:
+        eventually(lambda: totals[0]["bytes"] == 200)
+        second.start()
+        work(3)
+        eventually(lambda: totals[0]["bytes"] == 500)
+        eventually(lambda: second.served is not None)
+        first.stop()
+        eventually(lambda: bool(second.document()["leads"]))
+        asked = engine.calls.count("status")
+        eventually(lambda: engine.calls.count("status") > asked + 1)
+        work(1)
+        eventually(lambda: totals[1]["bytes"] > 0)
+    finally:
+        first.stop()
+        second.stop()
+    assert totals[0] == {"bytes": 500, "get ok": 5, "unavailable": 5}
+    assert totals[1] == {"bytes": 100, "get ok": 1, "unavailable": 1}
     assert engine.wrong == []
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +16,10 @@ from deltastore.cli.app import app
 from deltastore.errors import ApplyError, Kind
 from deltastore.events import ActorJoined, SafePointPassed
 from deltastore.observability.jsonl import read_events
+from deltastore.storage.store_use import UseCounter
 from deltastore.testing.checkpoints import tiny_checkpoint
+from deltastore.testing.faults import unavailable
+from deltastore.testing.servers import free_port
 from tests.unit.adapters.development_server import DevelopmentServer, serving
 from tests.unit.pipeline.scripted_engine import Rank, ScriptedEngine, hash_of
 
@@ -165,6 +170,46 @@ def test_every_stage_of_a_safe_point_is_observed(
     assert (joined.version, passed.base_version, passed.version) == (0, 0, 1)
 
 
+def test_what_the_workers_read_is_in_the_followers_metrics(
+    server: DevelopmentServer, run_url: str
+) -> None:
+    """Requests, bytes and retries of the engine's stager are served under the region's name, and
+    the follower's own requests with them."""
+    counter, port = UseCounter(), free_port()
+    counter.called("", "get", "ok", 0.1)
+    counter.moved("", received_bytes=123456)
+    counter.retried("", unavailable())
+    server.engine.start = 0
+    server.engine.store = [counter.row("east")]
+    status, scrapes = server.engine.status, []
+
+    def asked() -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found = re.findall(r"^deltastore_(store_.*_total)\{(.*)\} (\S+)$", text, re.MULTILINE)
+        scrapes.append({f"{name} {labels}": float(value) for name, labels, value in found})
+        if any(name.startswith("store_retries") for name in scrapes[-1]):
+            server.engine.staged = 1  # only now: `--once` ends when it is served
+        return status()
+
+    server.engine.status = asked
+    words = ["--once", "--within-s", "20", "--metrics-port", str(port), "--region-name", "east"]
+    result = follow(server, run_url, *words)
+    assert result.exit_code == 0, result.output
+    assert server.settings["region_name"] == "east"
+    before, after = scrapes[0], scrapes[-1]
+    label = 'region="east",run="r1"'
+    own = {"store_requests_total", "store_received_bytes_total"}
+    assert {name.partition(" ")[0] for name in before} == own
+    assert all(value > 0 and label in name for name, value in before.items())
+    more = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert {name: value for name, value in more.items() if value} == {
+        f'store_requests_total op="get",outcome="ok",{label}': 1,
+        f"store_received_bytes_total {label}": 123456,
+        f'store_retries_total cause="unavailable",{label}': 1,
+    }
+
+
 def test_a_port_that_is_taken_is_refused_before_the_engine_pauses(
     server: DevelopmentServer, run_url: str
 ) -> None:
@@ -176,7 +221,9 @@ def test_a_port_that_is_taken_is_refused_before_the_engine_pauses(
     assert server.engine.calls == []
 
 
-@pytest.mark.parametrize("words", [["--events", "e.jsonl"], ["--metrics-port", "0"]])
+@pytest.mark.parametrize(
+    "words", [["--events", "e.jsonl"], ["--metrics-port", "0"], ["--region-name", "east"]]
+)
 def test_safe_points_are_observed_of_servers_only(run_url: str, words: list[str]) -> None:
     """Without `--vllm` there are none, and the option is refused."""
     result = CliRunner().invoke(app, ["follow", run_url, "--once", *words])

@@ -146,19 +146,19 @@ class _Gone(StoreWrapper):
 
 def test_counts_of_another_process_are_added_up(metrics):
     """What a stager counts shows in a server's metrics once, whoever reads the counts how often."""
-    stager, before = UseCounter("far"), None
+    stager, before = UseCounter(), None
     store = ObservedStore(MemoryStore(), stager, region="far", clock=FakeClock())
     for number in range(3):
         store.put(f"k{number}", b"12345", mode=PutMode.CREATE)
         store.get(f"k{number}")
         stager.retried("far", unavailable())
-        now = StoreUse.parse(json.loads(json.dumps(stager.row())))
+        now = StoreUse.parse(json.loads(json.dumps(stager.row("far"))))
         for _ in range(2):
             metrics.used(now.since(before))
             before = now
-    again = UseCounter("far")  # a stager that was started anew counts from nothing
+    again = UseCounter()  # a stager that was started anew counts from nothing
     again.moved("far", received_bytes=7)
-    metrics.used(StoreUse.parse(again.row()).since(before))
+    metrics.used(StoreUse.parse(again.row("far")).since(before))
     for op in ("put", "get"):
         assert _value(metrics, "store_requests_total", region="far", op=op, outcome="ok") == 3
     assert _value(metrics, "store_sent_bytes_total", region="far") == 15
@@ -185,7 +185,7 @@ def test_counts_of_another_process_are_added_up(metrics):
 )
 def test_counts_are_parsed_not_trusted(change):
     """What another process says can neither break a server nor make labels without end."""
-    row = UseCounter("far").row()
+    row = UseCounter().row("far")
     StoreUse.parse(row)
     for wrong in ({**row, **change}, [row], None):
         with pytest.raises(FormatError, match="does not say how a store was used") as err:

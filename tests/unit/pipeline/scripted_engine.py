@@ -64,6 +64,8 @@ class ScriptedEngine(EngineControl):
     requests: list[str] = field(default_factory=list)
     """How requests that were in flight ended."""
     wrong: list[str] = field(default_factory=list)
+    store: list[object] = field(default_factory=list)
+    """What every rank says of the use of the store."""
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -128,6 +130,7 @@ class ScriptedEngine(EngineControl):
                     "staged": self.staged,
                     "head": self.staged,
                     "poisoned": rank.poisoned,
+                    "store": self.store,
                     "trouble": "",
                     "coverage": {"share": 1.0},
                     "dense_share": 0.0,
