@@ -138,6 +138,15 @@ def test_any_trace_makes_a_run_known(
     assert "mistyped" not in _run(redis_server.url, run).stdout
 
 
+def test_a_replica_will_do(redis_server: RedisServer) -> None:
+    """Who only looks may look at a replica, from which nobody could work."""
+    with RedisServer() as replica, redis.Redis.from_url(replica.url) as admin:
+        admin.replicaof("127.0.0.1", str(redis_server.port))
+        shown = _run(replica.url, "nobody-here")
+        assert shown.exit_code == 0, shown.output
+        assert shown.stdout.startswith("nobody-here: head -, 0 actors")
+
+
 def test_redis_down_is_exit_9() -> None:
     """Without Redis the exit code is 9, with and without --watch."""
     url = f"redis://127.0.0.1:{free_port()}/0"
