@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from deltastore.observability.metrics import Metrics
     from deltastore.repository.run import Run
     from deltastore.storage.store import ObjectStore
+    from deltastore.storage.store_use import StoreUse
     from workers.config import RegionConfig, WorkerConfig
 
 
@@ -45,6 +46,7 @@ class Premises:
 
     Args:
         regions: the run in every region, by name.
+        used: takes what other processes have done with the store for this worker, where it counts.
     """
 
     config: WorkerConfig
@@ -52,6 +54,7 @@ class Premises:
     folder: RunFolder
     clock: Clock
     sink: EventSink
+    used: Callable[[StoreUse], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Surroundings:
 
     Args:
         regions: the run in every region, by name.
+        used: takes what other processes have done with the store for this worker, where it counts.
     """
 
     config: WorkerConfig
@@ -68,6 +72,7 @@ class Surroundings:
     folder: RunFolder
     clock: Clock
     sink: EventSink
+    used: Callable[[StoreUse], None] | None = None
 
     @property
     def checkpoint(self) -> Path | None:
@@ -90,14 +95,15 @@ def open_premises(config: WorkerConfig, worker: str) -> Iterator[Premises]:
             store = _open_store(region, clock, metrics)
             stack.callback(store.close)
             regions[region.name] = open_run(store, config.run, region=region.name)
-        yield Premises(config, regions, folder, clock, sink)
+        used = None if metrics is None else metrics.used
+        yield Premises(config, regions, folder, clock, sink, used)
 
 
 @contextmanager
 def open_surroundings(config: WorkerConfig, worker: str) -> Iterator[Surroundings]:
     """Build everything a worker's file names; released at the end."""
     with open_premises(config, worker) as at, open_coordination(config, at.clock) as coordination:
-        yield Surroundings(config, at.regions, coordination, at.folder, at.clock, at.sink)
+        yield Surroundings(config, at.regions, coordination, at.folder, at.clock, at.sink, at.used)
 
 
 @contextmanager

@@ -97,6 +97,7 @@ def start_vllm(
             clock=around.clock,
             sink=around.sink,
             safe_point=safe_point,
+            used=around.used,
         )
         yield ReadyEngine(VllmEngine(llm, SamplingParams), weights, weights.via)
     finally:
@@ -175,6 +176,7 @@ def run_at(region: RegionConfig, run: str) -> dict[str, Any]:
         "endpoint": region.endpoint_url,
         "region": region.region,
         "profile": region.profile,
+        "region_name": region.name,
     }
     return {name: value for name, value in found.items() if value is not None}
 

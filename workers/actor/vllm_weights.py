@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from deltastore.errors import ApplyError, DeltastoreError, Kind, StorageError
 from deltastore.events import ActivationFailed, ActorJoined, VersionActivated
 from deltastore.pipeline.engine_control import NEWEST, agreed, doubt
+from deltastore.pipeline.spool_use import UseReader
 from deltastore.repository.fetch import load_manifest
 from deltastore.repository.resolve import find_head
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from deltastore.pipeline.engine_control import EngineControl, RankStatus, ServedVersion
     from deltastore.pipeline.replay import JoinReport
     from deltastore.repository.run import Run
+    from deltastore.storage.store_use import StoreUse
     from workers.actor.safe_point import SafePoint
 
 _LOG = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class VllmWeights:
         most_rebuilds: rebuilds in a row, without an activation in between, before giving up.
         catch_up_s: how long to wait, before the first lease, for what exists to be staged.
         safe_point: shared with whoever runs forward passes.
+        used: takes what the ranks and their stager have done with their store; None: nobody counts.
 
     Raises ApplyError(poisoned) when the ranks do not agree on a version.
     """
@@ -75,7 +78,9 @@ class VllmWeights:
         clock: Clock,
         sink: EventSink,
         safe_point: SafePoint,
+        used: Callable[[StoreUse], None] | None = None,
     ) -> None:
+        self._used = None if used is None else UseReader(used)
         self._control = control
         self._run = run
         self._name = name
@@ -227,6 +232,8 @@ class VllmWeights:
         return not self.poisoned
 
     def _look(self, statuses: Sequence[RankStatus]) -> None:
+        if self._used is not None:
+            self._used.see(statuses)
         here = agreed(statuses)
         if here is None:
             why = doubt(statuses)

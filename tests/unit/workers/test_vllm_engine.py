@@ -182,6 +182,7 @@ def test_the_engine_is_started_as_results_need_it() -> None:
     assert follow == {
         "run": "s3://bucket/team/grpo",
         "endpoint": "http://127.0.0.1:9000",
+        "region_name": "eu",
         "engine": "a1",
         "allow_dense": False,
         "folder": "/runs/scratch/a1/spool",

@@ -16,6 +16,7 @@ from deltastore.pipeline.host import HostSource
 from deltastore.pipeline.publisher import Publisher
 from deltastore.repository.run import create_run
 from deltastore.storage.memory import MemoryStore
+from deltastore.storage.store_use import StoreUse, UseCounter
 from deltastore.testing.checkpoints import tiny_checkpoint
 from deltastore.testing.clock import FakeClock
 from tests.unit.pipeline.scripted_engine import Rank, ScriptedEngine, served
@@ -63,6 +64,7 @@ class Held:
         self.engine.initialise()
         self.clock = FakeClock()
         self.events: list[Any] = []
+        self.used: list[StoreUse] = []
         self.safe_point = SafePoint(self.clock, finish_within_s=0.0, stop_within_s=0.0)
         self.weights = VllmWeights(
             self.engine,
@@ -75,6 +77,7 @@ class Held:
             clock=self.clock,
             sink=self.events.append,
             safe_point=self.safe_point,
+            used=self.used.append,
         )
         self.engine.calls.clear()
 
@@ -99,6 +102,18 @@ def test_a_staged_version_is_activated_and_every_rank_asked(hold: Callable[..., 
     assert isinstance(event, VersionActivated)
     assert (event.base_version, event.version, event.nnz) == (1, 3, 2 * CHANGES)
     assert not held.weights.activate()
+
+
+def test_what_the_engine_reads_is_the_actors(hold: Callable[..., Held]) -> None:
+    """Bytes that ranks and stager have read are passed on once, however often they are told."""
+    held, counter = hold(), UseCounter()
+    for _ in range(3):
+        counter.moved("", received_bytes=100)
+        held.engine.store = [counter.row("eu")]
+        held.weights.activate()
+        held.weights.activate()
+    assert {use.region for use in held.used} == {"eu"}
+    assert sum(use.received_bytes for use in held.used) == 300
 
 
 def test_nothing_staged_costs_one_question(hold: Callable[..., Held]) -> None:
