@@ -6,11 +6,11 @@ configuration files, or from variables that the caller names.
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deltastore.cli.variables import secret_in
 from deltastore.clock import SystemClock
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.ids import check_name
@@ -92,8 +92,8 @@ class Connection:
             endpoint_url=self.endpoint_url,
             region=self.region,
             profile=self.profile,
-            access_key=_variable(self.access_key_env),
-            secret_key=_variable(self.secret_key_env),
+            access_key=_key(self.access_key_env),
+            secret_key=_key(self.secret_key_env),
             streams=streams,
             on_part=watched.on_part,
         )
@@ -130,17 +130,8 @@ def split_relays(relays: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _variable(name: str | None) -> str | None:
-    if name is None:
-        return None
-    value = os.environ.get(name)
-    if not value:
-        raise InvalidInputError(
-            f"environment variable {name} is not set",
-            kind=Kind.SETTING,
-            hint="export it, or name the variable that holds the key",
-        )
-    return value
+def _key(variable: str | None) -> str | None:
+    return secret_in(variable, hint="export it, or name the variable that holds the key")
 
 
 def _refuse_password_in(run_url: str) -> None:

@@ -6,13 +6,13 @@ is what actors and trainer told Redis; what is true of the run, `log` and `verif
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from deltastore.cli.output import Document, Output, console
+from deltastore.cli.variables import secret_in
 from deltastore.clock import SystemClock
 from deltastore.coordination.backend import ActorState
 from deltastore.coordination.outage import is_outage
@@ -62,7 +62,10 @@ class RedisAccess:
                 kind=Kind.URL,
                 hint="take it out; use --user and --password-env",
             )
-        if self.password_env is None:
+        password = secret_in(
+            self.password_env, hint="export it, or name the variable that holds the password"
+        )
+        if password is None:
             if self.user is not None:
                 raise InvalidInputError(
                     "--user needs --password-env",
@@ -70,13 +73,6 @@ class RedisAccess:
                     hint="name the environment variable that holds the password",
                 )
             return self.url
-        password = os.environ.get(self.password_env)
-        if not password:
-            raise InvalidInputError(
-                f"environment variable {self.password_env} is not set",
-                kind=Kind.SETTING,
-                hint="export it, or name the variable that holds the password",
-            )
         who = f"{quote(self.user or '', safe='')}:{quote(password, safe='')}"
         return urlunsplit(parts._replace(netloc=f"{who}@{parts.netloc}"))
 
