@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from deltastore.adapters.vllm.verbs import RankVerbs, engine_timeout
+from deltastore.adapters.vllm.verbs import OutsideVerbs, engine_timeout
 from deltastore.errors import ApplyError, InvalidInputError, Kind
-from deltastore.pipeline.engine_control import PauseMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from deltastore.pipeline.engine_control import ControlBounds
+    from deltastore.pipeline.engine_control import ControlBounds, PauseMode
 
 _LOG = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 16 << 20
@@ -76,7 +75,7 @@ def local_server(url: str) -> ServerAddress:
     return ServerAddress(parts.hostname, port)
 
 
-class HttpControl(RankVerbs):
+class HttpControl(OutsideVerbs):
     """An EngineControl over the development endpoints of a server on this machine.
 
     Args:
@@ -117,18 +116,6 @@ class HttpControl(RankVerbs):
     def name_version(self, text: str) -> None:
         """Have the engine say `text` as the weight version of what it generates from now on."""
         self._post("/update_weight_version", self.bounds.status_s, {"new_version": text})
-
-    def pause(self, mode: PauseMode) -> None:
-        """Keep forward passes out and clear caches; `wait` is `keep` after `drain_max_s`."""
-        if mode is PauseMode.WAIT:
-            try:
-                self._pause(mode, self.bounds.drain_max_s)
-            except ApplyError as err:
-                if err.kind is not Kind.ENGINE_TIMEOUT:
-                    raise
-            else:
-                return
-        self._pause(PauseMode.KEEP if mode is PauseMode.WAIT else mode, self.bounds.pause_s)
 
     def is_paused(self) -> bool:
         """Whether forward passes are kept out."""

@@ -13,7 +13,7 @@ import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deltastore.adapters.vllm.verbs import RankVerbs, engine_error, engine_timeout
+from deltastore.adapters.vllm.verbs import OutsideVerbs, RankVerbs, engine_error, engine_timeout
 from deltastore.errors import ApplyError, InvalidInputError, Kind
 from deltastore.pipeline.engine_control import NEWEST, EngineControl, PauseMode
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncControl", "EngineControl", "LLMControl"]
 
 
-class AsyncControl(RankVerbs):
+class AsyncControl(OutsideVerbs):
     """An EngineControl over an `AsyncLLM`. Call it from any thread but the event loop's own.
 
     Args:
@@ -76,19 +76,6 @@ class AsyncControl(RankVerbs):
             lambda: self._engine.update_weight_version(text),
             self.bounds.status_s,
         )
-
-    def pause(self, mode: PauseMode) -> None:
-        """Keep forward passes out and clear caches; `wait` is `keep` after `drain_max_s`."""
-        if mode is PauseMode.WAIT:
-            try:
-                self._pause(mode, self.bounds.drain_max_s)
-            except ApplyError as err:
-                if err.kind is not Kind.ENGINE_TIMEOUT:
-                    raise
-            else:
-                return
-        kept = PauseMode.KEEP if mode is PauseMode.WAIT else mode
-        self._pause(kept, self.bounds.pause_s)
 
     def is_paused(self) -> bool:
         """Whether forward passes are kept out of every engine core."""

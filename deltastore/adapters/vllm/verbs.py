@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from deltastore.errors import ApplyError, DeltastoreError, Kind
-from deltastore.pipeline.engine_control import ControlBounds, RankStatus, agreed
+from deltastore.pipeline.engine_control import ControlBounds, PauseMode, RankStatus, agreed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,6 +88,26 @@ class RankVerbs(ABC):
         served = agreed(self.status())
         if served is not None:
             self.name_version(str(served))
+
+
+class OutsideVerbs(RankVerbs):
+    """The verbs of an engine that goes on by itself while it is asked: it can drain, for a time."""
+
+    def pause(self, mode: PauseMode) -> None:
+        """Keep forward passes out and clear caches; `wait` is `keep` after `drain_max_s`."""
+        if mode is PauseMode.WAIT:
+            try:
+                self._pause(mode, self.bounds.drain_max_s)
+            except ApplyError as err:
+                if err.kind is not Kind.ENGINE_TIMEOUT:
+                    raise
+            else:
+                return
+        self._pause(PauseMode.KEEP if mode is PauseMode.WAIT else mode, self.bounds.pause_s)
+
+    @abstractmethod
+    def _pause(self, mode: PauseMode, within_s: float) -> None:
+        """Ask for it once. Raises ApplyError: `engine_timeout` when it is not paused by then."""
 
 
 def engine_error(what: str, err: BaseException) -> DeltastoreError:
