@@ -31,19 +31,24 @@ def refuse_existing(out: Path) -> None:
     """Raise unless `out` can be created: before the work, not after it."""
     parent = out.absolute().parent
     with typed_errors(out):
-        has_parent = parent.is_dir()
-        try:
-            out.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        else:
-            raise _exists(out)
+        taken, has_parent = _is_taken(out), parent.is_dir()
+    if taken:
+        raise _exists(out)
     if not has_parent:
         raise NotFoundError(
             f"folder {str(parent)!r} does not exist",
             kind=Kind.FILE_MISSING,
             hint="make it, or choose another --out",
         )
+
+
+def _is_taken(out: Path) -> bool:
+    """Whether anything has the name, a link to nothing too; raises if nothing ever can."""
+    try:
+        out.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 @contextmanager

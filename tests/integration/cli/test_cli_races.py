@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 @pytest.fixture
 def wrap_stores(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Makes the command see its stores through a wrapper."""
-    real = connection.open_store
+    real = connection.open_observed
 
     def install(wrapper: Callable[[ObjectStore], ObjectStore]) -> None:
         monkeypatch.setattr(
-            connection, "open_store", lambda *args, **kwargs: wrapper(real(*args, **kwargs))
+            connection, "open_observed", lambda *args, **kwargs: wrapper(real(*args, **kwargs))
         )
 
     return install
