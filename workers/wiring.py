@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from deltastore.cli.exits import ExitCode, exit_code
+from deltastore.cli.variables import secret_in
 from deltastore.clock import SystemClock
 from deltastore.coordination.redis import RedisCoordination
 from deltastore.errors import DeltastoreError, InvalidInputError, Kind
@@ -199,13 +200,4 @@ def _redis_url(config: WorkerConfig) -> str:
 
 def _secret(name: str | None) -> str | None:
     """The value of the environment variable that the file names; it must be there."""
-    if name is None:
-        return None
-    value = os.environ.get(name)
-    if not value:
-        raise InvalidInputError(
-            f"environment variable {name} is not set",
-            kind=Kind.SETTING,
-            hint="the worker's file says that it carries a secret",
-        )
-    return value
+    return secret_in(name, hint="the worker's file says that it carries a secret")
