@@ -103,13 +103,14 @@ def is_alive(pid: int) -> bool:
 
 
 def files_in(spool: Path) -> set[str]:
-    """What lies in a spool, but for notes and locks, of which each name has one."""
+    """What lies in a spool, but for notes, locks and counts, of which each name has one."""
+    ours = {"ranks", "offers", "use.json", ".use.json.part"}
     return {
         str(path.relative_to(spool))
         for path in spool.rglob("*")
         if path.is_file()
         and path.suffix != ".lock"
-        and path.relative_to(spool).parts[0] not in {"ranks", "offers"}
+        and path.relative_to(spool).parts[0] not in ours
     }
 
 
