@@ -209,7 +209,10 @@ class StagedFeed:
             self._current = False
             return False
         self._head_seen = max(self._head_seen, offer.head_seen)
-        self._error = _trouble(offer)
+        with self._lock:
+            if self._note != note:
+                return False  # this rank has asked for something else meanwhile
+            self._error = _trouble(offer)
         spooled = offer.update
         if spooled is None or spooled == held:
             self._current = offer.current
@@ -245,6 +248,7 @@ class StagedFeed:
     def _say(self, note: RankNote) -> None:
         self._note = note
         self._current = False
+        self._error = None  # it was said of another note: of this one nothing is known yet
         self._folder.write_note(self._rank, note)
 
     def _watch(self) -> None:

@@ -339,6 +339,30 @@ def test_unreadable_version_is_a_trouble_that_passes(world, folder, tmp_path):
     stager.close()
 
 
+def test_old_trouble_is_not_held_against_a_new_question(world, folder):
+    """A version that is asked for after its trouble has passed is looked for at once, and until the
+    stager has looked nothing is said against it."""
+    store = FaultyStore(world.home_store)
+    publisher = world.publisher()
+    world.step(publisher, 1)
+    publisher.close()
+    stager = Stager(open_run(store, RUN), folder, name="host", clock=world.clock)
+    rank = Rank(world, folder, "r0")
+    store.add(fail_at(Op.GET, 1, times=1000))
+    _turns(world, stager)
+    rank.feed.poll()
+    assert rank.feed.error is not None
+    store.clear()
+    rank.feed.ask(2)
+    assert rank.feed.error is None
+    rank.feed.poll()  # the offer that lies there answers another question
+    assert rank.feed.error is None
+    stager.turn()
+    stager.turn()
+    assert rank.advance() == 2
+    stager.close()
+
+
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"active":[],"attempt":0,"until":null}'])
 def test_a_note_that_cannot_be_read_is_its_ranks_trouble(world, folder, stager, caplog, text):
     """A note of another release, or a damaged one, is said once and keeps nobody else waiting."""
