@@ -56,7 +56,7 @@ class S3Writer:
     live: LiveUploads
     on_part: OnPart | None = None
 
-    def put(self, key: str, body: Body, mode: PutMode, sha256: str | None) -> PutOutcome:
+    def put(self, key: str, body: Body, mode: PutMode, sha256: str | None = None) -> PutOutcome:
         """Store `body` under `key`."""
         view = memoryview(body).cast("B")
         if len(view) <= self.calls.settings.part_bytes:
