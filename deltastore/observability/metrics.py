@@ -38,15 +38,12 @@ from deltastore.events import (
     VersionPublished,
     VersionStaged,
 )
-from deltastore.storage.observed import ObservedStore
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from deltastore.clock import Clock
     from deltastore.errors import DeltastoreError
     from deltastore.events import Event
-    from deltastore.storage.store import ObjectStore
     from deltastore.storage.store_use import StoreUse
 
 # From a request in a data centre to a checkpoint over a bad line.
@@ -193,10 +190,6 @@ class Metrics:
         for cause, times in use.retries.items():
             self._retries.labels(self._run, use.region, cause).inc(times)
         self.moved(use.region, sent_bytes=use.sent_bytes, received_bytes=use.received_bytes)
-
-    def metered(self, store: ObjectStore, region: str, clock: Clock) -> ObservedStore:
-        """A store that is open already, counted here; its retries are `retried`'s to count."""
-        return ObservedStore(store, self, region=region, clock=clock)
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deltastore.repository.run import Run
 
 HINT_WITHIN_S = 2.0
-"""How long a hint is tried: a version's own puts are tried for a minute, a hint is worth less."""
+"""After that a hint is not tried again: a version's own puts are, for a minute."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def advertise(run: Run, manifest: VersionManifest) -> DeltastoreError | None:
     """Write the hint of a version that is committed, and what kept it from being written.
 
     That costs whoever reads it a few polls; it must not look as if the version had failed, nor keep
-    the next one waiting: a store that says "slow down" is asked for `HINT_WITHIN_S`, no longer.
+    the next one waiting: a store that says "slow down" is not asked again after `HINT_WITHIN_S`.
     """
     try:
         with impatient(HINT_WITHIN_S):

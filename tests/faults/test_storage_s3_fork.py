@@ -63,6 +63,21 @@ def _fork_and_use(store: S3Store, clock: FakeClock) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+def _fork_during_a_put(
+    store: S3Store, clock: FakeClock, held: threading.Event, go: threading.Event
+) -> None:
+    """While a thread of the parent is held in the middle of a put; it ends as any other."""
+    with ThreadPoolExecutor(1) as pool:
+        put = pool.submit(store.put, "k", BODY, mode=CREATE)
+        try:
+            assert held.wait(_WAIT_S)
+            _fork_and_use(store, clock)
+        finally:
+            go.set()
+        assert put.result(_WAIT_S) is PutOutcome.WRITTEN
+    assert store.get("k") == BODY
+
+
 def test_forked_beside_an_idle_connection(store: S3Store, clock: FakeClock) -> None:
     """CASE S9: with an open connection and threads for parts that wait, both go on."""
     store.put("k", BODY, mode=CREATE)
@@ -85,15 +100,7 @@ def test_forked_while_a_client_is_made(
         return real(settings)
 
     monkeypatch.setattr(s3_client, "_client", slow)
-    with ThreadPoolExecutor(1) as pool:
-        put = pool.submit(store.put, "k", BODY, mode=CREATE)
-        try:
-            assert making.wait(_WAIT_S)
-            _fork_and_use(store, clock)
-        finally:
-            go.set()
-        assert put.result(_WAIT_S) is PutOutcome.WRITTEN
-    assert store.get("k") == BODY
+    _fork_during_a_put(store, clock, making, go)
 
 
 def test_forked_while_parts_are_in_flight(store: S3Store, clock: FakeClock, proxy: S3Proxy) -> None:
@@ -106,12 +113,4 @@ def test_forked_while_parts_are_in_flight(store: S3Store, clock: FakeClock, prox
         assert go.wait(_WAIT_S)
 
     proxy.add("PUT", "partNumber=2", Before(hold))
-    with ThreadPoolExecutor(1) as pool:
-        put = pool.submit(store.put, "k", BODY, mode=CREATE)
-        try:
-            assert arrived.wait(_WAIT_S)
-            _fork_and_use(store, clock)
-        finally:
-            go.set()
-        assert put.result(_WAIT_S) is PutOutcome.WRITTEN
-    assert store.get("k") == BODY
+    _fork_during_a_put(store, clock, arrived, go)

@@ -18,7 +18,10 @@ from deltastore.clock import SystemClock
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from tests.vllm.runs import TinyRun
+
 SERVER = "vllm.entrypoints.openai.api_server"
+BEGIN, END = "x-deltastore-version", "x-deltastore-end-version"
 ROOT = Path(__file__).resolve().parents[2]
 START_WITHIN_S = 240.0
 ANSWER_WITHIN_S = 60.0
@@ -160,3 +163,29 @@ class ApiServer:
             return self.ask("GET", "/health").status == 200
         except OSError:
             return False
+
+
+def fault_of(run: TinyRun) -> Path:
+    """While it exists, weights of who follows the run get lost in every activation.
+
+    With several engine cores: of the one core that it names, if it names one.
+    """
+    return run.folder / "fault"
+
+
+def following_server(run: TinyRun, *arguments: str) -> ApiServer:
+    """`vllm serve` with the plugin, as the documentation starts it; `with` starts and ends it."""
+    section = run.settings(
+        policy="keep", min_interval_s=0, jitter_s=0, poll_s=0.1, events=str(run.folder / "events")
+    )
+    words = [
+        *arguments,
+        *("--additional-config", json.dumps({"deltastore": section})),
+        *("--worker-extension-cls", "tests.vllm.poisoning_worker.PoisoningWorker"),
+    ]
+    environment = {
+        "VLLM_PLUGINS": "deltastore",
+        "DELTASTORE_TEST_FAULT": str(fault_of(run)),
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    return ApiServer(run.checkpoint, run.folder / "log", words, environment, whole_command=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -11,17 +10,15 @@ import pytest
 
 from deltastore.observability.jsonl import read_events
 from deltastore.pipeline.held_lock import is_locked
-from tests.vllm.api_server import Answer, ApiServer
+from tests.vllm.api_server import BEGIN, END, Answer, ApiServer, fault_of, following_server
 from tests.vllm.kit import tiny_qwen3
 from tests.vllm.runs import TinyRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.vllm
 TOKENS = 100
-BEGIN, END = "x-deltastore-version", "x-deltastore-end-version"
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +33,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
 @pytest.fixture(scope="module")
 def server(run: TinyRun) -> Iterator[ApiServer]:
     """One server that follows it, as the documentation starts it."""
-    section = run.settings(
-        policy="keep", min_interval_s=0, jitter_s=0, poll_s=0.1, events=str(run.folder / "events")
-    )
-    arguments = [
-        *("--additional-config", json.dumps({"deltastore": section})),
-        *("--worker-extension-cls", "tests.vllm.poisoning_worker.PoisoningWorker"),
-    ]
-    environment = {
-        "VLLM_PLUGINS": "deltastore",
-        "DELTASTORE_TEST_FAULT": str(fault_of(run)),
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
-    with ApiServer(
-        run.checkpoint, run.folder / "log", arguments, environment, whole_command=True
-    ) as started:
+    with following_server(run) as started:
         yield started
-
-
-def fault_of(run: TinyRun) -> Path:
-    """While it exists the worker's weights get lost in every activation."""
-    return run.folder / "fault"
 
 
 def serves(server: ApiServer, label: str) -> bool:

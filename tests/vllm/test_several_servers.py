@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -11,17 +10,15 @@ import pytest
 
 from deltastore.events import ActorJoined, SafePointPassed
 from deltastore.observability.jsonl import read_events
-from tests.vllm.api_server import Answer, ApiServer
+from tests.vllm.api_server import BEGIN, END, Answer, ApiServer, fault_of, following_server
 from tests.vllm.kit import tiny_qwen3
 from tests.vllm.poisoned import ONE
 from tests.vllm.runs import TinyRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.vllm
-BEGIN, END = "x-deltastore-version", "x-deltastore-end-version"
 CORES = 2
 ASKED = 16
 
@@ -38,28 +35,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
 @pytest.fixture(scope="module")
 def server(run: TinyRun) -> Iterator[ApiServer]:
     """`vllm serve` with two engine cores and two API servers behind one port."""
-    section = run.settings(
-        policy="keep", min_interval_s=0, jitter_s=0, poll_s=0.1, events=str(run.folder / "events")
-    )
-    arguments = [
-        *("--data-parallel-size", str(CORES), "--api-server-count", "2"),
-        *("--additional-config", json.dumps({"deltastore": section})),
-        *("--worker-extension-cls", "tests.vllm.poisoning_worker.PoisoningWorker"),
-    ]
-    environment = {
-        "VLLM_PLUGINS": "deltastore",
-        "DELTASTORE_TEST_FAULT": str(fault_of(run)),
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
-    with ApiServer(
-        run.checkpoint, run.folder / "log", arguments, environment, whole_command=True
+    with following_server(
+        run, *("--data-parallel-size", str(CORES)), *("--api-server-count", "2")
     ) as started:
         yield started
-
-
-def fault_of(run: TinyRun) -> Path:
-    """While it exists, weights get lost in every activation: of one core if it says so."""
-    return run.folder / "fault"
 
 
 def agree(server: ApiServer, label: str) -> bool:

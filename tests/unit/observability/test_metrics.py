@@ -114,7 +114,8 @@ def test_every_outcome_of_a_result_is_counted(metrics):
 def test_store_calls_by_outcome(metrics):
     """A store's calls are counted by operation and outcome, with their seconds and bytes."""
     clock = FakeClock()
-    store = metrics.metered(LatencyStore(MemoryStore(), request_s=0.3, clock=clock), "far", clock)
+    slow = LatencyStore(MemoryStore(), request_s=0.3, clock=clock)
+    store = ObservedStore(slow, metrics, region="far", clock=clock)
     store.put("a", b"12345", mode=PutMode.CREATE)
     store.get("a")
     with pytest.raises(NotFoundError):
@@ -125,7 +126,7 @@ def test_store_calls_by_outcome(metrics):
         assert _value(metrics, "store_requests_total", region="far", op=op, outcome=outcome) == 1
     missing = {"region": "far", "op": "list", "outcome": "bucket_missing"}
     assert _value(metrics, "store_requests_total", **missing) is None
-    gone = metrics.metered(_Gone(MemoryStore()), "far", clock)
+    gone = ObservedStore(_Gone(MemoryStore()), metrics, region="far", clock=clock)
     with pytest.raises(NotFoundError):
         list(gone.list(""))
     assert _value(metrics, "store_requests_total", **missing) == 1

@@ -320,8 +320,8 @@ def test_catch_up_waits_for_the_stager(world, folder, stager):
     working.join(30)
 
 
-def test_unreadable_version_is_a_trouble_that_passes(world, folder, tmp_path):
-    """While the bucket does not answer the ranks see why, and afterwards they go on."""
+def _in_trouble(world, folder):
+    """A bucket that answers no get, a stager that has noticed, and a rank that was told."""
     store = FaultyStore(world.home_store)
     publisher = world.publisher()
     world.step(publisher, 1)
@@ -331,6 +331,12 @@ def test_unreadable_version_is_a_trouble_that_passes(world, folder, tmp_path):
     store.add(fail_at(Op.GET, 1, times=1000))
     _turns(world, stager)
     rank.feed.poll()
+    return store, stager, rank
+
+
+def test_unreadable_version_is_a_trouble_that_passes(world, folder, tmp_path):
+    """While the bucket does not answer the ranks see why, and afterwards they go on."""
+    store, stager, rank = _in_trouble(world, folder)
     assert rank.feed.error.kind is Kind.UNAVAILABLE
     store.clear()
     _turns(world, stager, 40)  # after failures it looks seldom
@@ -342,15 +348,7 @@ def test_unreadable_version_is_a_trouble_that_passes(world, folder, tmp_path):
 def test_old_trouble_is_not_held_against_a_new_question(world, folder):
     """A version that is asked for after its trouble has passed is looked for at once, and until the
     stager has looked nothing is said against it."""
-    store = FaultyStore(world.home_store)
-    publisher = world.publisher()
-    world.step(publisher, 1)
-    publisher.close()
-    stager = Stager(open_run(store, RUN), folder, name="host", clock=world.clock)
-    rank = Rank(world, folder, "r0")
-    store.add(fail_at(Op.GET, 1, times=1000))
-    _turns(world, stager)
-    rank.feed.poll()
+    store, stager, rank = _in_trouble(world, folder)
     assert rank.feed.error is not None
     store.clear()
     rank.feed.ask(2)
