@@ -23,7 +23,7 @@ from deltastore.errors import DeltastoreError, InvalidInputError, Kind
 from deltastore.events import both
 from deltastore.observability.jsonl import JsonlSink
 from deltastore.repository.run import open_run
-from deltastore.storage.observed import open_observed
+from deltastore.storage.observed import Observers, open_observed
 from deltastore.storage.transfer import DEFAULT_STREAMS
 from workers.config import load_config
 from workers.run_folder import RunFolder
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from deltastore.events import EventSink
     from deltastore.observability.metrics import Metrics
     from deltastore.repository.run import Run
+    from deltastore.storage.observed import StoreObserver
     from deltastore.storage.store import ObjectStore
     from deltastore.storage.store_use import StoreUse
     from workers.config import RegionConfig, WorkerConfig
@@ -82,8 +83,13 @@ class Surroundings:
 
 
 @contextmanager
-def open_premises(config: WorkerConfig, worker: str) -> Iterator[Premises]:
-    """Build what a worker's file names, coordination left out; released at the end."""
+def open_premises(
+    config: WorkerConfig, worker: str, observers: Mapping[str, StoreObserver] | None = None
+) -> Iterator[Premises]:
+    """Build what a worker's file names, coordination left out; released at the end.
+
+    `observers` are told of regions' stores, by region, beside the metrics.
+    """
     clock = SystemClock()
     with ExitStack() as stack:
         folder = RunFolder(Path(config.run_dir))
@@ -93,7 +99,9 @@ def open_premises(config: WorkerConfig, worker: str) -> Iterator[Premises]:
             sink = both(sink, metrics)
         regions = {}
         for region in config.regions:
-            store = _open_store(region, clock, metrics)
+            watching = (metrics, (observers or {}).get(region.name))
+            told = tuple(one for one in watching if one is not None)
+            store = _open_store(region, clock, Observers(told) if told else None)
             stack.callback(store.close)
             regions[region.name] = open_run(store, config.run, region=region.name)
         used = None if metrics is None else metrics.used
@@ -174,10 +182,10 @@ def _serve_metrics(config: WorkerConfig, stack: ExitStack) -> Metrics | None:
     return metrics
 
 
-def _open_store(region: RegionConfig, clock: Clock, metrics: Metrics | None) -> ObjectStore:
+def _open_store(region: RegionConfig, clock: Clock, observer: StoreObserver | None) -> ObjectStore:
     return open_observed(
         region.url,
-        metrics,
+        observer,
         region.name,
         clock=clock,
         endpoint_url=region.endpoint_url,

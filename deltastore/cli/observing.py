@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.clock import Clock
-    from deltastore.errors import DeltastoreError
     from deltastore.events import EventSink
     from deltastore.observability.metrics import Metrics
-    from deltastore.storage.observed import StoreObserver
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,25 +48,3 @@ class Observing:
             with typed_errors(self.events):
                 sink = both(sink, stack.enter_context(JsonlSink(self.events, clock)))
         return sink, metrics
-
-
-@dataclass(frozen=True, slots=True)
-class Observers:
-    """A StoreObserver that tells several."""
-
-    told: tuple[StoreObserver, ...]
-
-    def called(self, region: str, op: str, outcome: str, seconds: float) -> None:
-        """A call has ended; see StoreObserver."""
-        for one in self.told:
-            one.called(region, op, outcome, seconds)
-
-    def moved(self, region: str, *, sent_bytes: int = 0, received_bytes: int = 0) -> None:
-        """A body has passed."""
-        for one in self.told:
-            one.moved(region, sent_bytes=sent_bytes, received_bytes=received_bytes)
-
-    def retried(self, region: str, err: DeltastoreError) -> None:
-        """A request is made again because of `err`."""
-        for one in self.told:
-            one.retried(region, err)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltastore.cli.connection import Watched
 from deltastore.cli.files import typed_errors
-from deltastore.cli.observing import Observers, Observing
+from deltastore.cli.observing import Observing
 from deltastore.cli.output import one_line, size_text
 from deltastore.cli.signals import ring_on_sigterm
 from deltastore.clock import SystemClock
@@ -25,6 +25,7 @@ from deltastore.errors import ConflictError, Kind
 from deltastore.events import Event, VersionStaged, both
 from deltastore.ids import check_name
 from deltastore.pipeline.stager import Stager
+from deltastore.storage.observed import Observers
 from deltastore.storage.store_use import UseCounter
 from deltastore.storage.url import split_run_url
 

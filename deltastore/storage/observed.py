@@ -6,6 +6,7 @@ store whose calls, bytes and retries it is told of, with the name of the region 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
 
@@ -50,6 +51,28 @@ class StoreObserver(Protocol):
     def retried(self, region: str, err: DeltastoreError) -> None:
         """A request is made again because of `err`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """A StoreObserver that tells several."""
+
+    told: tuple[StoreObserver, ...]
+
+    def called(self, region: str, op: str, outcome: str, seconds: float) -> None:
+        """A call has ended; see StoreObserver."""
+        for one in self.told:
+            one.called(region, op, outcome, seconds)
+
+    def moved(self, region: str, *, sent_bytes: int = 0, received_bytes: int = 0) -> None:
+        """A body has passed."""
+        for one in self.told:
+            one.moved(region, sent_bytes=sent_bytes, received_bytes=received_bytes)
+
+    def retried(self, region: str, err: DeltastoreError) -> None:
+        """A request is made again because of `err`."""
+        for one in self.told:
+            one.retried(region, err)
 
 
 class StoreOptions(TypedDict, total=False):

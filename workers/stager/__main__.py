@@ -18,6 +18,7 @@ from deltastore.cli.staging import require_spool
 from deltastore.config import FollowerSettings
 from deltastore.errors import InvalidInputError, Kind
 from deltastore.pipeline.stager import Stager
+from deltastore.storage.store_use import UseCounter
 from workers.early_segments import SegmentListener
 from workers.head_hints import HeadHints
 from workers.wiring import open_coordination, open_premises, run_worker
@@ -39,7 +40,10 @@ def _work(config: WorkerConfig) -> None:
     stopping = threading.Event()
     ring_on_sigterm(stopping.set)
     with ExitStack() as stack:
-        at = stack.enter_context(open_premises(config, f"{NAME}-{settings.region}"))
+        counter = UseCounter()
+        at = stack.enter_context(
+            open_premises(config, f"{NAME}-{settings.region}", {settings.region: counter})
+        )
         early = None
         if config.redis_url:
             coordination = stack.enter_context(open_coordination(config, at.clock))
@@ -57,6 +61,7 @@ def _work(config: WorkerConfig) -> None:
             hint_source=None if early is None else early.wait,
             cache_max_bytes=settings.cache_max_bytes,
             trusted=read_trusted(None if trusted is None else Path(trusted)),
+            use=counter,
         )
         if early is not None:
             early.announce = stager.announce

@@ -24,6 +24,7 @@ from deltastore.observability.jsonl import read_events
 from deltastore.pipeline.applier import Applier
 from deltastore.pipeline.host import HostTarget
 from deltastore.pipeline.spool import SpoolFolder
+from deltastore.pipeline.spool_use import read_use
 from deltastore.pipeline.stager import Stager
 from deltastore.pipeline.stager_rank import StagedFeed
 from deltastore.repository.fetch import load_manifest
@@ -233,7 +234,8 @@ def _holds(run, version) -> bool:
 
 
 def test_metrics_are_served_where_the_file_says(site):
-    """A worker with a metrics port answers a scrape with what it has done."""
+    """A worker with a metrics port answers a scrape with what it has done; a stager says what it
+    has done with its store to the engines of its host as well."""
     port = free_port()
     site.publish(3)
     stager = site.start_stager(metrics_port=port)
@@ -246,6 +248,13 @@ def test_metrics_are_served_where_the_file_says(site):
     assert _end(stager) == ExitCode.OK
     assert f'deltastore_actor_stage_seconds_count{{region="home",run="{RUN}"}} 3.0' in text
     assert 'deltastore_store_requests_total{op="get",outcome="ok",region="home"' in text
+    told = read_use(site.spool.path)
+    assert told is not None
+    assert told.region == "home"
+    assert told.requests["get", "ok"] > 3
+    events = [e.event for e in read_events(site.folder / "run" / "events" / "stager-home.jsonl")]
+    staged_bytes = sum(event.size_bytes for event in events if isinstance(event, VersionStaged))
+    assert told.received_bytes > staged_bytes > 0
 
 
 @pytest.mark.parametrize(
