@@ -7,6 +7,7 @@ incomplete uploads must say how one comes to be: `leave_unfinished`.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -104,6 +105,21 @@ class StoreTests:
         with pytest.raises(ConflictError):
             store.put("large", body + b"!", mode=CREATE)
         assert store.get("large") == body
+
+    def test_a_digest_that_is_known_changes_nothing(self, store: ObjectStore) -> None:
+        """A put whose caller says the body's SHA-256 stores, compares and conflicts as any other,
+        whether the body is sent as it is, piece by piece, or in parts."""
+        for number, size_bytes in enumerate((0, 9, 300_000, self.large_bytes)):
+            key, body = f"known-{number}", _pattern(size_bytes)
+            known = hashlib.sha256(body).hexdigest()
+            assert store.put(key, body, mode=CREATE, sha256=known) is PutOutcome.WRITTEN
+            assert store.put(key, body, mode=CREATE, sha256=known) is PutOutcome.ALREADY_OURS
+            assert store.get(key) == body
+            other = body + b"!"
+            known = hashlib.sha256(other).hexdigest()
+            with pytest.raises(ConflictError):
+                store.put(key, other, mode=CREATE, sha256=known)
+            assert store.get(key) == body
 
     def test_what_is_read_whole_is_bounded(
         self, store: ObjectStore, monkeypatch: pytest.MonkeyPatch

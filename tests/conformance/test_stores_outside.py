@@ -7,15 +7,18 @@ this file with `-m outside`; what it writes lies under prefixes of its own and i
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from typing import TYPE_CHECKING
 
 import pytest
 
+from deltastore.errors import Kind, StorageError
 from deltastore.storage.probe import probe_store
 from deltastore.storage.s3 import S3Store
 from deltastore.storage.s3_settings import S3Settings
+from deltastore.storage.store import PutMode
 from deltastore.testing.stores import StoreTests
 from tests.conformance.unfinished import leave_parts
 
@@ -96,3 +99,27 @@ def test_what_the_probe_finds(bucket: S3Store, capsys: pytest.CaptureFixture[str
     assert report.may_be_home or os.environ.get("S3_RELAY")
     assert list(bucket.list(".probe/")) == []
     assert list(bucket.incomplete_uploads("")) == []
+
+
+def test_a_body_that_is_not_what_was_signed(
+    bucket: S3Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that compares bytes with their signature refuses others by name and keeps nothing;
+    one that does not stores what was sent."""
+    key, body = f"suite-{secrets.token_hex(6)}/other", bytes(300_000)
+    told = hashlib.sha256(b"what was hashed before it changed").hexdigest()
+    refusal: StorageError | None = None
+    try:
+        bucket.put(key, body, mode=PutMode.CREATE, sha256=told)
+    except StorageError as err:
+        refusal = err
+    found = [bucket.get(info.key) for info in bucket.list(key)]
+    if refusal is None:
+        assert found == [body]
+    else:
+        assert refusal.kind is Kind.UNAVAILABLE
+        assert "damaged" in str(refusal)
+        assert found == []
+    with capsys.disabled():
+        what = "stored: this server does not compare" if refusal is None else "refused"
+        print(f"\nother bytes than were signed: {what}", end="")  # noqa: T201
